@@ -1,0 +1,1 @@
+"""TinyLoop: named prefixes for looped language models, served over gRPC."""

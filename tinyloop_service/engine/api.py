@@ -1,0 +1,178 @@
+"""The seam between scheduler and engines: `step(plan) -> result`.
+
+A *sequence* is the engine's only object: a prefix and a request are both one.  It hangs from at most one
+parent sequence, reads the parent's first `start` tokens through it, and owns the pages from there on.  The
+scheduler decides which page ids a sequence owns; the engine owns what lies in them, the last token, the
+length and the sampling state of each sequence.  So a plan can name a row whose last token is still on the
+device, and one plan may be queued while another runs.  Plans run strictly in the order of submission, from
+one thread; within a plan the operations run in the order of its fields.
+
+    open ──► extend pages, clone the parent's partial page ──► prefill chunks ──► decode steps ──► close
+
+Pages: one page holds 64 tokens of one cache layer.  A *block* is the page ids of one 64-token stretch, one per
+cache layer of the sequence (`Limits.cache_layers(loops)`), in layer order.  Block i of a sequence covers
+absolute positions 64·i … 64·i+63.  A sequence with `start` inherited tokens reads its parents' blocks below
+`start // 64` and owns those from `start // 64` on; when `start % 64` tokens of the first own block are
+inherited, a Clone copies them.
+
+This file refuses to know how an engine computes, and what a name, a tenant or a stream is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tinyloop_service.types import CacheMode, Sampling, TokenIds, TokenLogprob
+
+PAGE_TOKENS = 64
+SequenceId = int
+Block = tuple[int, ...]  # page ids, one per cache layer
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine offers; constant over its life."""
+
+    model_id: str
+    vocab_size: int
+    default_loops: int
+    max_loops: int
+    max_seq_len: int
+    pre_blocks: int
+    loop_blocks: int
+    post_blocks: int
+    eos_token_ids: TokenIds
+    cache_mode: CacheMode
+    num_pages: int
+    page_bytes: int  # stored bytes of one page
+    max_rows: int  # sequences decoded in one step
+    max_chunk: int  # prompt tokens of one plan, over all its prefills
+    max_steps: int  # decode steps of one plan
+    split_tokens: int = PAGE_TOKENS  # the fixed length of an attention split, a multiple of PAGE_TOKENS
+    active_pages_per_page: int = 0  # budget an active form takes per stored page; 0: the stored form is what is read
+
+    def cache_layers(self, loops: int) -> int:
+        return self.pre_blocks + loops * self.loop_blocks + self.post_blocks
+
+    def own_blocks(self, start: int, end: int) -> int:
+        """Blocks that a sequence owns to hold positions start … end−1, its copy of a partial page included."""
+        return -(-end // PAGE_TOKENS) - start // PAGE_TOKENS if end > start else 0
+
+    def active_pages(self, start: int, end: int, loops: int) -> int:
+        """Pages of budget that the active form of positions start … end−1 occupies, rounded out to splits."""
+        splits = -(-end // self.split_tokens) - start // self.split_tokens if end > start else 0
+        pages = splits * (self.split_tokens // PAGE_TOKENS) * self.cache_layers(loops)
+        return pages * self.active_pages_per_page
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A new sequence.  `sampling` None: a prefix; its last prefill keeps the logits of its last token."""
+
+    seq: SequenceId
+    parent: SequenceId | None
+    start: int  # tokens read through the parent; equals the parent's length
+    loops: int
+    cache_window: int  # 0: all
+    sampling: Sampling | None
+    prompt: TokenIds = ()  # every prompt token, the parents' included; given when repetition_penalty ≠ 1
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Blocks appended to the sequence's own table.  Their pages are zeroed as they are taken."""
+
+    seq: SequenceId
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Clone:
+    """Copy the first `num_tokens` tokens of every page of block `source` to block `target`."""
+
+    seq: SequenceId
+    source: Block
+    target: Block
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Append prompt tokens.  `last`: sample a request's first token, or keep a prefix's logits."""
+
+    seq: SequenceId
+    start: int  # absolute position of tokens[0]; equals the sequence's length
+    tokens: TokenIds
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Own blocks below absolute block index `first_block` fell out of the window and were given back."""
+
+    seq: SequenceId
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One unit of work.  Fields are carried out from top to bottom.
+
+    A sequence appears in at most one of `first`, `prefill` and `decode`.  Decode rows may hang from any mix of
+    prefixes and have any mix of loops; every one of them takes `num_steps` steps, and the scheduler never asks for
+    more than a row's max_tokens.
+    """
+
+    number: int
+    close: tuple[SequenceId, ...] = ()  # forget; their pages are already someone else's to take
+    released: tuple[int, ...] = ()  # page ids given back since the last plan (poisoned in debug)
+    deactivate: tuple[SequenceId, ...] = ()  # drop these active forms
+    open: tuple[Open, ...] = ()
+    extend: tuple[Extend, ...] = ()
+    clone: tuple[Clone, ...] = ()
+    activate: tuple[SequenceId, ...] = ()  # make the active form of these prefixes, parents before children
+    first: tuple[SequenceId, ...] = ()  # sample the first token from the parent's kept logits (empty suffix)
+    prefill: tuple[Prefill, ...] = ()
+    decode: tuple[SequenceId, ...] = ()  # rows: feed the last sampled token, sample the next
+    num_steps: int = 1  # decode steps, back to back
+    drop: tuple[Drop, ...] = ()
+
+    def sequences(self) -> set[SequenceId]:
+        """Every sequence whose state this plan advances; all of them fail if the step does."""
+        named = {o.seq for o in self.open} | {e.seq for e in self.extend} | {c.seq for c in self.clone}
+        return named | {p.seq for p in self.prefill} | {*self.first, *self.decode, *self.activate}
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """Tokens sampled for one sequence, in order; logprobs are parallel to tokens or empty."""
+
+    seq: SequenceId
+    tokens: TokenIds
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One RowOutput for every `first`, every `last` prefill of a request, and every decode row."""
+
+    rows: tuple[RowOutput, ...]
+
+
+class Engine(Protocol):
+    """Not thread-safe: one thread calls `step`.  Construction includes warm-up and self-check."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def name(self) -> str:
+        """Short label for logs and GetModel, for example "cpu"."""
+        ...
+
+    def step(self, plan: Plan) -> StepResult:
+        """Run `plan`.  Raises EngineFault (the plan's sequences are lost) or DeviceLost (all are)."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,139 @@
+"""Everything that can be refused or fail, as one tree.
+
+    TinyLoopError
+    ├── InvalidArgument (ValueError)      a field is outside its bounds; names the field
+    ├── SequenceTooLong (RuntimeError)    prompt + max_tokens > max_seq_len
+    ├── ModelFileError (ValueError)       a .tinyloop file is truncated, foreign or inconsistent
+    ├── PrefixNotFound (KeyError)         unknown name, or another tenant's
+    │   └── PrefixExpired                 the name's ttl ran out
+    ├── PrefixExists (ValueError)         the name stands for other content
+    ├── LoopsMismatch (RuntimeError)      loops asked differ from the prefix's
+    ├── ParentMismatch (ValueError)       loops, window or mode differ from the parent's
+    ├── EtagMismatch (RuntimeError)       the prefix changed since it was read
+    ├── OutOfMemory (RuntimeError)        does not fit even with everything else gone
+    ├── BudgetExceeded (RuntimeError)
+    │   ├── PinBudgetExceeded             pinned pages would pass the pin budget
+    │   └── TenantQuotaExceeded           a tenant's quota
+    ├── Unavailable (RuntimeError)        transient: try again after `retry_after_s`
+    │   ├── QueueFull
+    │   ├── WarmingUp
+    │   ├── Draining
+    │   └── ModelClosed                   final: construct a new Model
+    └── EngineFault (RuntimeError)        the step failed; its requests fail, others live
+        └── DeviceLost                    the device is gone; the process drains
+
+A class also derives from the built-in a Python caller would catch.  `reason` is the ErrorInfo reason on
+the wire; `rpc/status.py` holds the one table from these classes to status codes.  Messages are written for
+callers: what was given, what was expected, the way out.  Standard library only.
+"""
+
+from __future__ import annotations
+
+
+class TinyLoopError(Exception):
+    """Base of every error the service raises on purpose."""
+
+    reason = "INTERNAL"
+
+    def __str__(self) -> str:  # KeyError would print the repr of its argument
+        return str(self.args[0]) if self.args else self.reason
+
+
+class InvalidArgument(TinyLoopError, ValueError):
+    """A field is outside its bounds.  `field` is its dotted path as the caller spelled it."""
+
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.description = message
+
+
+class SequenceTooLong(TinyLoopError, RuntimeError):
+    reason = "SEQUENCE_TOO_LONG"
+
+
+class ModelFileError(TinyLoopError, ValueError):
+    reason = "MODEL_FILE"
+
+
+class PrefixNotFound(TinyLoopError, KeyError):
+    reason = "PREFIX_NOT_FOUND"
+
+
+class PrefixExpired(PrefixNotFound):
+    reason = "PREFIX_EXPIRED"
+
+
+class PrefixExists(TinyLoopError, ValueError):
+    reason = "PREFIX_EXISTS"
+
+
+class LoopsMismatch(TinyLoopError, RuntimeError):
+    reason = "LOOPS_MISMATCH"
+
+
+class ParentMismatch(TinyLoopError, ValueError):
+    reason = "PARENT_MISMATCH"
+
+
+class EtagMismatch(TinyLoopError, RuntimeError):
+    reason = "ETAG_MISMATCH"
+
+
+class OutOfMemory(TinyLoopError, RuntimeError):
+    reason = "OUT_OF_MEMORY"
+
+
+class BudgetExceeded(TinyLoopError, RuntimeError):
+    """`subject` names what ran out, for a QuotaFailure violation."""
+
+    subject = "budget"
+
+
+class PinBudgetExceeded(BudgetExceeded):
+    reason = "PIN_BUDGET"
+    subject = "pinned_bytes"
+
+
+class TenantQuotaExceeded(BudgetExceeded):
+    reason = "TENANT_QUOTA"
+    subject = "tenant"
+
+
+class Unavailable(TinyLoopError, RuntimeError):
+    """Transient.  `retry_after_s` becomes RetryInfo and the pushback trailer."""
+
+    reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(Unavailable):
+    reason = "QUEUE_FULL"
+
+
+class WarmingUp(Unavailable):
+    reason = "WARMING_UP"
+
+
+class Draining(Unavailable):
+    reason = "DRAINING"
+
+
+class ModelClosed(Unavailable):
+    reason = "MODEL_CLOSED"
+
+    def __init__(self, message: str = "model was closed; construct a new Model") -> None:
+        super().__init__(message)
+
+
+class EngineFault(TinyLoopError, RuntimeError):
+    reason = "ENGINE_FAULT"
+
+
+class DeviceLost(EngineFault):
+    """The engine cannot run again in this process."""
