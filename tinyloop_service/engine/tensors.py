@@ -189,10 +189,10 @@ def _linear(tensors: Tensors, base: str) -> Linear:
 def _blocks(spec: ModelSpec, tensors: Tensors, kind: str) -> Iterator[BlockWeights]:
     for i in range(getattr(spec, f"{kind}_blocks")):
         base = f"{kind}.{i}"
-        attn_norm, mlp_norm, *post_norms = (tensors.get(f"{base}.{name}.weight") for name in BLOCK_NORMS)
+        attn_norm, mlp_norm, attn_post, mlp_post = (tensors.get(f"{base}.{name}.weight") for name in BLOCK_NORMS)
         assert attn_norm is not None and mlp_norm is not None, "check_tensors passed"
         linears = [_linear(tensors, f"{base}.{name}") for name in BLOCK_LINEARS]
-        yield BlockWeights(attn_norm, mlp_norm, *post_norms, *linears)
+        yield BlockWeights(attn_norm, mlp_norm, attn_post, mlp_post, *linears)
 
 
 def compute_model_id(spec: ModelSpec, tensors: Tensors) -> str:

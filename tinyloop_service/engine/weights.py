@@ -169,7 +169,7 @@ def _random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int
     if name.endswith("norm.weight"):
         return np.asarray(1 + 0.1 * rng.standard_normal(shape), np.float16)
     if name.endswith(".qweight"):
-        return _PACKED[rng.integers(0, _PACKED.size, shape, np.uint8)]
+        return np.take(_PACKED, rng.integers(0, _PACKED.size, shape, np.uint8))
     if name.endswith(".scales"):
         assert spec.quant is not None
         num_in = shape[1] * spec.quant.group_size
