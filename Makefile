@@ -43,6 +43,9 @@ lint: $(DEV_READY)
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 
+protos: $(DEV_READY)
+	$(BIN)/python protos/generate.py
+
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find tinyloop_service tests -name __pycache__ -type d -prune -exec rm -rf {} +
