@@ -149,8 +149,7 @@ def _linear_bytes(linear: Linear) -> int:
 def random_model(size: str | ModelSpec, seed: int = 0, *, tokenizer: bytes | None = None) -> ModelWeights:
     """A model of a size of `SIZES`, or of any spec, with random weights.
 
-    Every linear keeps the variance of what it is given, so activations stay of order one through any number of
-    loops.  INT4 with a quantised head where the spec has `quant`, else fp16.  One (spec, seed), one model_id.
+    Activations stay of order one, and positions distinct, through any number of loops.  INT4 with a quantised head where the spec has `quant`, else fp16.  One (spec, seed), one model_id.
     """
     if isinstance(size, str):
         if size not in SIZES:
@@ -170,17 +169,21 @@ def _random_tensor(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int
         return np.asarray(1 + 0.1 * rng.standard_normal(shape), np.float16)
     if name.endswith(".qweight"):
         return np.take(_PACKED, rng.integers(0, _PACKED.size, shape, np.uint8))
+    gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
     if name.endswith(".scales"):
         assert spec.quant is not None
         num_in = shape[1] * spec.quant.group_size
-        return np.asarray(rng.uniform(0.8, 1.2, shape) / (_NIBBLE_STD * num_in**0.5), np.float16)
+        return np.asarray(gain * rng.uniform(0.8, 1.2, shape) / (_NIBBLE_STD * num_in**0.5), np.float16)
     result = np.empty(shape, np.float16)
-    scale = 1.0 if name == "embed.weight" and not spec.tie_embeddings else shape[1] ** -0.5
+    scale = 1.0 if name == "embed.weight" and not spec.tie_embeddings else gain * shape[1] ** -0.5
     for rows in np.array_split(result, max(1, result.size >> 20)):  # bounds the float32 scratch
         rows[:] = rng.standard_normal(rows.shape, np.float32) * np.float32(scale)
     return result
 
 
+# Attention averages, and one block applied again and again is a power iteration: were the branches louder, positions
+# would soon forget their tokens and all point the same way.
+_GAINS = {".attn.o.": 0.3, ".mlp.down.": 0.5}
 # Nibbles 1…15, of mean 8 and so of value 0: with 0…15 every weight would lean to −0.5 and activations collapse.
 _NIBBLES = np.arange(1, 16, dtype=np.uint8)
 _PACKED = (_NIBBLES[:, None] << 4 | _NIBBLES[None, :]).reshape(-1)  # every byte of two such nibbles
