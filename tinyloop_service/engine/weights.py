@@ -149,7 +149,8 @@ def _linear_bytes(linear: Linear) -> int:
 def random_model(size: str | ModelSpec, seed: int = 0, *, tokenizer: bytes | None = None) -> ModelWeights:
     """A model of a size of `SIZES`, or of any spec, with random weights.
 
-    Activations stay of order one, and positions distinct, through any number of loops.  INT4 with a quantised head where the spec has `quant`, else fp16.  One (spec, seed), one model_id.
+    Activations stay of order one, and positions distinct, through any number of loops.  INT4 with a quantised head
+    where the spec has `quant`, else fp16.  One (spec, seed), one model_id.
     """
     if isinstance(size, str):
         if size not in SIZES:
