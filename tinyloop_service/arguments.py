@@ -1,8 +1,8 @@
 """What a caller may write, checked once for every way in: `Model`, the clients and the server.
 
 In: Python values as a user wrote them, or as `rpc/convert.py` read them off the wire.  Out: the frozen values of
-`types.py`.  Every refusal is InvalidArgument and names the field, prefixed by `where` ("sampling." on the wire, ""
-in Python).  This file refuses to know what depends on a server's state: names, loops of a prefix, memory.
+`types.py`.  Every refusal is InvalidArgument and names the field.
+This file refuses to know what depends on a server's state: names, loops of a prefix, memory.
 What depends on the model (vocabulary, depth) is checked where `vocab_size` or `max_loops` is given; a remote client
 leaves that to the server.  Standard library only: arrays are read through `ndim` and `tolist`.
 """
@@ -168,11 +168,10 @@ def stops(
     stop_token_ids: object = (),
     ignore_eos: bool = False,
     *,
-    where: str = "",
     vocab_size: int | None = None,
 ) -> Stops:
     """Stops from a list whose items are strings or id sequences, and single ids in short form."""
-    field = f"{where}stop_sequences"
+    field = "stop_sequences"
     if isinstance(stop_sequences, str | bytes) or not isinstance(stop_sequences, Iterable):
         raise InvalidArgument(field, f"is {_short(stop_sequences)}, expected a list of strings or id sequences")
     strings: list[str] = []
@@ -185,7 +184,7 @@ def stops(
         if len(stop) > MAX_STOP_LEN:
             raise InvalidArgument(at, f"has {len(stop)} elements, expected at most {MAX_STOP_LEN}")
         strings.append(stop) if isinstance(stop, str) else sequences.append(stop)
-    singles = token_ids(stop_token_ids, f"{where}stop_token_ids", vocab_size=vocab_size)
+    singles = token_ids(stop_token_ids, "stop_token_ids", vocab_size=vocab_size)
     total = len(strings) + len(sequences) + len(singles)
     if total > MAX_STOPS:
         raise InvalidArgument(field, f"{total} stops are given, expected at most {MAX_STOPS}")
@@ -202,18 +201,17 @@ def sampling(
     logprobs: object = 0,
     seed_value: object = None,
     *,
-    where: str = "",
     vocab_size: int | None = None,
 ) -> Sampling:
-    """Sampling within its bounds; without a seed one is drawn.  `where` stands before all but logprobs and seed."""
+    """Sampling within its bounds; without a seed one is drawn."""
     penalty = f"{MIN_PENALTY} to {MAX_PENALTY}"
     return Sampling(
-        temperature=number(temperature, f"{where}temperature", f"0 to {MAX_TEMPERATURE:.0f}", 0.0, MAX_TEMPERATURE),
-        top_k=integer(top_k, f"{where}top_k", 0, INT32_MAX),
-        top_p=number(top_p, f"{where}top_p", "above 0, up to 1", 0.0, 1.0, above=True),
-        min_p=number(min_p, f"{where}min_p", "0 to 1", 0.0, 1.0),
-        repetition_penalty=number(repetition_penalty, f"{where}repetition_penalty", penalty, MIN_PENALTY, MAX_PENALTY),
-        logit_bias=_logit_bias(logit_bias or {}, f"{where}logit_bias", vocab_size),
+        temperature=number(temperature, "temperature", f"0 to {MAX_TEMPERATURE:.0f}", 0.0, MAX_TEMPERATURE),
+        top_k=integer(top_k, "top_k", 0, INT32_MAX),
+        top_p=number(top_p, "top_p", "above 0, up to 1", 0.0, 1.0, above=True),
+        min_p=number(min_p, "min_p", "0 to 1", 0.0, 1.0),
+        repetition_penalty=number(repetition_penalty, "repetition_penalty", penalty, MIN_PENALTY, MAX_PENALTY),
+        logit_bias=_logit_bias(logit_bias or {}, "logit_bias", vocab_size),
         logprobs=integer(logprobs, "logprobs", 0, MAX_LOGPROBS),
         seed=seed(seed_value),
     )

@@ -19,6 +19,7 @@
     │   ├── WarmingUp
     │   ├── Draining
     │   └── ModelClosed                   final: construct a new Model
+    ├── DeadlineExceeded (TimeoutError)   the caller's own time limit ran out
     └── EngineFault (RuntimeError)        the step failed; its requests fail, others live
         └── DeviceLost                    the device is gone; the process drains
 
@@ -129,6 +130,12 @@ class ModelClosed(Unavailable):
 
     def __init__(self, message: str = "model was closed; construct a new Model") -> None:
         super().__init__(message)
+
+
+class DeadlineExceeded(TinyLoopError, TimeoutError):
+    """A client's timeout ran out before the answer."""
+
+    reason = "DEADLINE_EXCEEDED"
 
 
 class EngineFault(TinyLoopError, RuntimeError):

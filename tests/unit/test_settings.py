@@ -1,0 +1,98 @@
+"""Settings: defaults, the environment, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.settings import EngineSettings, LogFormat, SchedulerSettings, ServerSettings, Settings
+from tinyloop_service.types import CacheMode
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    assert Settings.from_environment({}) == Settings()
+
+
+def test_every_field_has_a_variable_of_its_own() -> None:
+    names = [f.name for group in (EngineSettings, SchedulerSettings, ServerSettings) for f in fields(group)]
+    assert len(names) == len(set(names)), "two groups share a field name, so a variable would set both"
+
+
+def test_variables_are_read_by_the_type_of_their_field() -> None:
+    settings = Settings.from_environment(
+        {
+            "TINYLOOP_KV_MEMORY": "1.5GiB",
+            "TINYLOOP_THREADS": "3",
+            "TINYLOOP_CACHE_MODE": "h-int8",
+            "TINYLOOP_MAX_QUEUE": "7",
+            "TINYLOOP_PIN_FRACTION": "0.25",
+            "TINYLOOP_REFLECTION": "yes",
+            "TINYLOOP_LOG_FORMAT": "json",
+            "TINYLOOP_HEALTH_LISTEN": "none",
+            "TINYLOOP_LISTEN": "[::1]:0",
+            "TINYLOOP_PORT": "tcp://10.0.0.1:50051",  # what Kubernetes adds is left alone
+            "TINYLOOP_DRAIN_GRACE_S": "",
+        }
+    )
+    assert settings.engine == EngineSettings(kv_memory=3 * 2**29, threads=3, cache_mode=CacheMode.H_INT8)
+    assert settings.scheduler == SchedulerSettings(max_queue=7, pin_fraction=0.25)
+    assert settings.server == ServerSettings(
+        reflection=True, log_format=LogFormat.JSON, health_listen=None, listen="[::1]:0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("TINYLOOP_THREADS", "two"),
+        ("TINYLOOP_KV_MEMORY", "2 potatoes"),
+        ("TINYLOOP_KV_MEMORY", "GiB"),
+        ("TINYLOOP_REFLECTION", "maybe"),
+        ("TINYLOOP_CACHE_MODE", "fp8"),
+        ("TINYLOOP_LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_variable_that_cannot_be_read_is_named(variable: str, value: str) -> None:
+    with pytest.raises(InvalidArgument, match=variable):
+        Settings.from_environment({variable: value})
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:0", "127.8.9.1:5", "localhost:50051", "[::1]:50051", "unix:/run/t.sock"]
+)
+def test_loopback_is_open_to_all(address: str) -> None:
+    ServerSettings(listen=address, health_listen=address)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:50051", "[::]:50051", "10.1.2.3:1", "example.com:443"])
+@pytest.mark.parametrize("field", ["listen", "health_listen"])
+def test_other_addresses_need_the_flag(address: str, field: str) -> None:
+    with pytest.raises(InvalidArgument, match="insecure_any_address") as caught:
+        ServerSettings(**{field: address})
+    assert caught.value.field == field
+    ServerSettings(**{field: address}, insecure_any_address=True)
+
+
+@pytest.mark.parametrize("address", ["", "50051", ":50051", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536"])
+def test_a_malformed_address_is_refused_even_with_the_flag(address: str) -> None:
+    with pytest.raises(InvalidArgument, match="HOST:PORT"):
+        ServerSettings(listen=address, insecure_any_address=True)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: EngineSettings(engine="abacus"),
+        lambda: EngineSettings(kv_memory=0),
+        lambda: EngineSettings(threads=0),
+        lambda: EngineSettings(accuracy_level=2),
+        lambda: ServerSettings(drain_grace_s=-1),
+        lambda: ServerSettings(max_connection_age_s=0),
+        lambda: ServerSettings(max_request_bytes=10),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(bad: object) -> None:
+    with pytest.raises(InvalidArgument):
+        bad()  # type: ignore[operator]

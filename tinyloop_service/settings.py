@@ -1,0 +1,189 @@
+"""Settings: a few frozen objects with their defaults, each refused when it makes no sense.
+
+Nobody else reads the environment: `Settings.from_environment(os.environ)` takes every field from the variable
+TINYLOOP_<FIELD>, for example TINYLOOP_KV_MEMORY=2GiB.  Times are nanoseconds (`_ns`) or seconds (`_s`), sizes are
+bytes, shares are fractions of one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+
+from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.types import CacheMode
+
+_PREFIX = "TINYLOOP_"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _require(condition: bool, field: str, message: str) -> None:
+    if not condition:
+        raise InvalidArgument(field, message)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """How the scheduler shares one engine among many callers."""
+
+    max_queue: int = 1024  # requests and builds that may wait; beyond it QueueFull
+    max_prefixes: int = 256  # prefixes with pages in memory; beyond it the least recently used are evicted
+    pin_fraction: float = 0.5  # of the pages that pinned prefixes and their parents may take
+    prefill_share: float = 0.5  # of an engine's max_chunk that a plan prefills while rows decode
+    steps_per_plan: int = 4  # decode steps in one plan while nothing waits, at most the engine's max_steps
+    plans_in_flight: int = 2  # the one that runs and those queued behind it, so that the device never waits
+    aging_ns: int = 500_000_000  # who waits longer for room is not overtaken any more
+    max_overtaken: int = 8  # waiting requests without room that a plan looks past for one that fits
+
+    def __post_init__(self) -> None:
+        _require(self.max_queue >= 1, "max_queue", f"{self.max_queue} given, at least 1 expected")
+        _require(self.max_prefixes >= 1, "max_prefixes", f"{self.max_prefixes} given, at least 1 expected")
+        _require(0.0 <= self.pin_fraction <= 1.0, "pin_fraction", f"{self.pin_fraction} given, 0 to 1 expected")
+        _require(0.0 < self.prefill_share <= 1.0, "prefill_share", f"{self.prefill_share} given, above 0 to 1 expected")
+        _require(self.steps_per_plan >= 1, "steps_per_plan", f"{self.steps_per_plan} given, at least 1 expected")
+        _require(1 <= self.plans_in_flight <= 2, "plans_in_flight", f"{self.plans_in_flight} given, 1 or 2 expected")
+        _require(self.aging_ns >= 0, "aging_ns", f"{self.aging_ns} given, at least 0 expected")
+        _require(self.max_overtaken >= 0, "max_overtaken", f"{self.max_overtaken} given, at least 0 expected")
+
+
+class EngineKind(StrEnum):
+    AUTO = "auto"  # the fastest that this machine has
+    CPU = "cpu"
+
+
+class LogFormat(StrEnum):
+    JSON = "json"  # one object a line
+    CONSOLE = "console"  # for people
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What computes, and with how much."""
+
+    engine: str = EngineKind.AUTO
+    kv_memory: int | None = None  # bytes for the state of prefixes and requests; None: the engine's default
+    cache_mode: CacheMode = CacheMode.FP16  # how the state of a token is stored
+    threads: int | None = None  # of the CPU engine; None: one per core
+    accuracy_level: int = 4  # of INT4 products on the CPU: 0 float32 activations, 4 int8 activations
+    debug: bool = False  # poison pages that are given back, check invariants
+
+    def __post_init__(self) -> None:
+        kinds = ", ".join(EngineKind)
+        _require(self.engine in list(EngineKind), "engine", f"{self.engine!r} given, one of {kinds} expected")
+        _require(self.kv_memory is None or self.kv_memory > 0, "kv_memory", f"{self.kv_memory} given, bytes expected")
+        _require(self.threads is None or self.threads >= 1, "threads", f"{self.threads} given, at least 1 expected")
+        _require(self.accuracy_level in (0, 4), "accuracy_level", f"{self.accuracy_level} given, 0 or 4 expected")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where the server listens and how it ends.  Addresses are HOST:PORT, [IPv6]:PORT or unix:PATH; port 0: any."""
+
+    model: str | None = None  # path of the .tinyloop file; None: the demo model
+    listen: str = "127.0.0.1:50051"
+    health_listen: str | None = "127.0.0.1:50052"  # None: no health port
+    insecure_any_address: bool = False  # allow addresses beyond loopback although nobody is authenticated
+    reflection: bool = False  # let clients list the methods
+    replica: str | None = None  # name of this server in responses; None: the host's
+    drain_pause_s: float = 0.0  # from "not ready" to refusing, for load balancers to notice
+    drain_grace_s: float = 30.0  # for running requests to finish
+    max_connection_age_s: float | None = None  # clients reconnect after it, and so see new replicas; None: never
+    max_request_bytes: int = 16 * 2**20
+    log_level: LogLevel = LogLevel.INFO
+    log_format: LogFormat = LogFormat.CONSOLE
+
+    def __post_init__(self) -> None:
+        for name in ("listen", "health_listen"):
+            address = getattr(self, name)
+            if address is not None:
+                self._check_address(name, address)
+        for name in ("drain_pause_s", "drain_grace_s"):
+            _require(getattr(self, name) >= 0, name, f"{getattr(self, name)} given, at least 0 expected")
+        age = self.max_connection_age_s
+        _require(age is None or age > 0, "max_connection_age_s", f"{age} given, above 0 expected")
+        _require(self.max_request_bytes >= 2**16, "max_request_bytes", f"{self.max_request_bytes} given, 64KiB or more")
+
+    def _check_address(self, name: str, address: str) -> None:
+        if address.startswith("unix:"):
+            return
+        host, colon, port = address.rpartition(":")
+        well_formed = bool(host and colon and port.isdigit() and int(port) < 2**16)
+        _require(well_formed, name, f"{address!r} given, HOST:PORT expected, for example 127.0.0.1:50051")
+        _require(
+            self.insecure_any_address or _is_loopback(host),
+            name,
+            f"{address!r} can be reached from other machines and nobody is authenticated; "
+            "use 127.0.0.1, or set insecure_any_address if the network keeps strangers out",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All of a server's settings."""
+
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+        """Defaults, changed by variables TINYLOOP_<FIELD>; an empty value counts as unset.
+
+        Other variables of the prefix are left alone: Kubernetes makes some for a Service named tinyloop.
+        Raises InvalidArgument that names the variable.
+        """
+        groups = {part.name: get_type_hints(cls)[part.name] for part in fields(cls)}
+        return cls(**{name: _read_group(group, environment) for name, group in groups.items()})
+
+
+def _read_group(group: type[Any], environment: Mapping[str, str]) -> Any:
+    """An instance of the dataclass `group` from its fields' variables."""
+    hints = get_type_hints(group)
+    given: dict[str, Any] = {}
+    for part in fields(group):
+        variable = _PREFIX + part.name.upper()
+        if raw := environment.get(variable, "").strip():
+            given[part.name] = _parse(raw, hints[part.name], variable)
+    return group(**given)
+
+
+def _parse(raw: str, kind: Any, variable: str) -> object:
+    """`raw` as a value of the annotated type `kind`."""
+    if get_origin(kind) in (Union, types.UnionType):
+        if raw.lower() == "none":
+            return None
+        kind = next(option for option in get_args(kind) if option is not type(None))
+    try:
+        if kind is bool:
+            return _TRUTH[raw.lower()]
+        return _parse_integer(raw) if kind is int else kind(raw)
+    except (KeyError, ValueError):
+        expected = ", ".join(kind) if issubclass(kind, StrEnum) else {bool: "true or false"}.get(kind, kind.__name__)
+        raise InvalidArgument(variable, f"{raw!r} given, {expected} expected") from None
+
+
+def _parse_integer(raw: str) -> int:
+    """An integer, or a number of bytes with a unit: 2GiB, 512 MB."""
+    digits = raw.rstrip("KMGTIBkmgtib ")
+    return round(float(digits) * _UNITS[raw[len(digits) :].strip().upper()]) if digits != raw else int(raw)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
