@@ -240,6 +240,7 @@ def sample(logits: Array, sampling: Sampling, seen: set[int], position: int) -> 
         scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
     for token, addend in sampling.logit_bias:
         scores[token] += addend
+    scores = scores.astype(np.float32).astype(np.float64)
     token = int(np.argmax(scores)) if sampling.temperature == 0 else _draw(scores, sampling, position)
     if not sampling.logprobs:
         return token, None
