@@ -1,0 +1,108 @@
+"""What README states about settings, errors, commands and files is what the code has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, Field, fields
+from enum import StrEnum
+from pathlib import Path
+
+import click
+import pytest
+
+from tinyloop_service.cli.main import group
+from tinyloop_service.cli.options import SETTING_FLAGS, SETTING_SWITCHES
+from tinyloop_service.errors import BudgetExceeded, ModelFileError, TinyLoopError, Unavailable
+from tinyloop_service.rpc.status import TABLE
+from tinyloop_service.settings import EngineSettings, SchedulerSettings, ServerSettings
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SETTINGS = {f.name: f for group in (EngineSettings, SchedulerSettings, ServerSettings) for f in fields(group)}
+
+
+def section(title: str) -> str:
+    """The text under a heading, up to the next of the same level."""
+    return README.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def rows(title: str) -> list[list[str]]:
+    """Cells of the tables in a section, headings left out."""
+    lines = [line for line in section(title).splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+def shown(setting: Field[object]) -> str:
+    default = setting.default
+    assert default is not MISSING
+    match default:
+        case None:
+            return "none"
+        case bool():
+            return str(default).lower()
+        case StrEnum():
+            return default.value
+    return str(default)
+
+
+def test_the_settings_table_is_the_settings() -> None:
+    expected = {f"`TINYLOOP_{name.upper()}`": shown(field) for name, field in SETTINGS.items()}
+    assert {row[0]: row[1] for row in rows("Settings")} == expected
+
+
+def test_every_flag_is_a_setting() -> None:
+    assert SETTING_FLAGS.keys() | SETTING_SWITCHES.keys() <= SETTINGS.keys()
+
+
+@pytest.mark.parametrize("name", [name for name, text in SETTING_FLAGS.items() if "[default: " in text])
+def test_a_default_in_a_flag_s_help_is_the_default(name: str) -> None:
+    stated = re.search(r"\[default: (.+)\]", SETTING_FLAGS[name])
+    assert stated
+    default = SETTINGS[name].default
+    if default is None:
+        assert not stated[1].isdigit()
+    elif isinstance(default, float):
+        assert float(stated[1]) == default
+    else:
+        assert stated[1] == shown(SETTINGS[name])
+
+
+# Abstract classes have no row of their own, and a model file is read before anybody can call.
+NOT_IN_THE_TABLE = {TinyLoopError, BudgetExceeded, Unavailable, ModelFileError}
+
+
+@pytest.mark.parametrize("error", sorted(TABLE.keys() - NOT_IN_THE_TABLE, key=lambda cls: cls.__name__))
+def test_the_error_table_is_the_errors(error: type[TinyLoopError]) -> None:
+    [row] = [row for row in rows("Errors") if f"`{error.reason}`" in row[3]]
+    _, python, status, _ = row
+    assert f"`{TABLE[error].name}`" in status
+    built_in = re.match(r"`(\w+)`", python)
+    assert built_in
+    assert issubclass(error, __builtins__[built_in[1]])  # type: ignore[index]
+
+
+def test_every_command_is_in_the_table() -> None:
+    stated = {re.search(r"tinyloop (\w+)", row[0])[1] for row in rows("From a shell")}  # type: ignore[index]
+    assert stated == set(group.commands)
+    prefix = group.commands["prefix"]
+    assert isinstance(prefix, click.Group)
+    [row] = [row for row in rows("From a shell") if "prefix" in row[0]]
+    assert set(re.findall(r"`(?:tinyloop prefix )?(\w+)`", row[0])) == set(prefix.commands)
+
+
+def test_every_path_of_the_map_exists() -> None:
+    places = (ROOT, ROOT / "tinyloop_service", ROOT / "tinyloop_service" / "engine")
+    tree = section("Map").split("```")[1]
+    paths = [word for line in tree.splitlines() for word in line[:31].split()]
+    assert len(paths) > 20
+    for path in paths:
+        assert any((place / path).exists() for place in places), f"README's map names {path}"
+
+
+def test_every_module_is_on_the_map() -> None:
+    tree = section("Map").split("```")[1]
+    package = ROOT / "tinyloop_service"
+    modules = {path.name for path in package.glob("*.py")} | {
+        path.name + "/" for path in package.glob("*/") if path.is_dir()
+    }
+    assert [name for name in modules - {"__init__.py", "__pycache__/"} if name not in tree] == []

@@ -1,0 +1,15 @@
+"""The `tinyloop` command.
+
+    serve                                         a server, in the foreground
+    prefix create|get|list|update|delete|watch    named prefixes of a running server
+    generate  model                               requests to a running server
+    init  inspect  bench                          model files, no server needed
+    demo                                          all of it in a minute
+
+Results go to standard output (`--json` for scripts), progress and errors to standard error.
+Exit status: 0 done, 1 refused or failed (one line says why and what to do), 2 wrong usage, 130 Ctrl-C.
+"""
+
+from tinyloop_service.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,65 @@
+"""A server of one's own: another process on loopback, ready when the block is entered, gone when it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tinyloop_service.errors import TinyLoopError
+
+START_S = 120.0
+STOP_S = 20.0
+READY_SERVICE = "tinyloop.v1.GenerationService"
+_ADDRESSES = ("--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0", "--log-level", "warning")
+
+
+@asynccontextmanager
+async def local_server(model: Path) -> AsyncIterator[str]:
+    """Serve `model` on a free port; yields the address.  TinyLoopError if it does not come up."""
+    command = (sys.executable, "-m", "tinyloop_service.cli", "serve", "--model", str(model), *_ADDRESSES)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+    try:
+        address, health = await _addresses(process)
+        await _check_health(health)
+        yield address
+    finally:
+        await _stop(process)
+
+
+async def _addresses(process: Process) -> tuple[str, str]:
+    """From the line that `tinyloop serve` prints once it serves: serving ADDRESS health ADDRESS."""
+    assert process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), START_S)
+    except TimeoutError:
+        raise TinyLoopError(f"the server did not start within {START_S:.0f} s; try `tinyloop serve`") from None
+    words = line.decode().split()
+    if len(words) != 4:
+        raise TinyLoopError("the server ended before it was ready; what it said is above")
+    return words[1], words[3]
+
+
+async def _check_health(address: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=READY_SERVICE)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=STOP_S)
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise TinyLoopError("the server says that it is not ready; try `tinyloop serve`")
+
+
+async def _stop(process: Process) -> None:
+    """SIGTERM and wait; SIGKILL if that is not enough."""
+    if process.returncode is None:
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

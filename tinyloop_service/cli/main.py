@@ -1,0 +1,60 @@
+"""The command tree, and the one place where an exception becomes an exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from tinyloop_service.cli import output
+from tinyloop_service.cli.bench import bench
+from tinyloop_service.cli.demo import demo
+from tinyloop_service.cli.generate import generate
+from tinyloop_service.cli.model import init, inspect, model
+from tinyloop_service.cli.prefix import prefix
+from tinyloop_service.cli.serve import serve
+from tinyloop_service.errors import TinyLoopError
+
+INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="tinyloop-service", prog_name="tinyloop")
+def group() -> None:
+    """TinyLoop: build a named prefix of a looped language model once, decode many requests from it at once.
+
+    \b
+    A first session, in two terminals:
+      tinyloop serve                                          # the demo model on 127.0.0.1:50051
+      tinyloop prefix create genesis "In the beginning God created the heaven and the earth."
+      tinyloop generate --prefix genesis " And God said"
+
+    Or all of it in a minute: tinyloop demo
+    """
+
+
+for command in (serve, prefix, generate, model, init, inspect, bench, demo):
+    group.add_command(command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; always leaves through SystemExit."""
+    sys.exit(_status(arguments))
+
+
+def _status(arguments: list[str] | None) -> int:
+    try:
+        result = group.main(args=arguments, prog_name="tinyloop", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except click.ClickException as error:  # usage errors among them, which print how to get help
+        error.show()
+        return error.exit_code
+    except BrokenPipeError:  # `tinyloop ... | head`: whoever read is content
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (TinyLoopError, OSError, ValueError) as error:
+        output.print_error(str(error))
+        return 1

@@ -1,0 +1,136 @@
+"""Options that several commands share, and how each is read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.settings import Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, None: 1.0}
+
+
+class Duration(click.ParamType):
+    """ "90", "90s", "15m", "1.5h", "7d" → timedelta."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
+        if isinstance(value, timedelta):
+            return value
+        found = _DURATION.fullmatch(value.strip())
+        if not found:
+            self.fail(f"{value!r} is no duration; examples: 90s, 15m, 1.5h, 7d", param, ctx)
+        return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
+
+
+class TokenIdList(click.ParamType):
+    """ "464, 3290 318" → (464, 3290, 318)."""
+
+    name = "ids"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(item) for item in value.replace(",", " ").split())
+        except ValueError:
+            self.fail(f"{value!r} is no list of token ids; example: 464,3290,318", param, ctx)
+
+
+# Flags of the settings that a command line is likely to give; all of them can be TINYLOOP_ variables as well.
+SETTING_FLAGS = {
+    "model": "A .tinyloop file.  [default: the demo model]",
+    "engine": "What computes: auto or cpu.",
+    "kv_memory": "Memory for the state of prefixes and requests, for example 2GiB.",
+    "cache_mode": "How state is stored: fp16.",
+    "threads": "Of the CPU engine.  [default: one per core]",
+    "accuracy_level": "Of INT4 products on the CPU: 4 int8 activations, 0 float32.  [default: 4]",
+    "listen": "Where to serve; port 0 takes a free one.  [default: 127.0.0.1:50051]",
+    "health_listen": "Where to answer health checks; none for nowhere.  [default: 127.0.0.1:50052]",
+    "max_queue": "Requests that may wait; beyond it they are refused.  [default: 1024]",
+    "max_prefixes": "Prefixes kept in memory; beyond it the least recently used are evicted.  [default: 256]",
+    "drain_grace_s": "Seconds that running requests get to finish after SIGTERM.  [default: 30]",
+    "log_level": "debug, info, warning or error.  [default: info]",
+    "log_format": "console for people, json for machines.  [default: console]",
+}
+SETTING_SWITCHES = {
+    "reflection": "Let clients list the methods (grpcurl).",
+    "insecure_any_address": "Listen beyond loopback although nobody is authenticated.",
+}
+
+
+def settings_options(*names: str) -> Callable[[F], F]:
+    """One flag per setting, in order; the command takes them as keyword arguments, None where not given."""
+
+    def decorate(command: F) -> F:
+        for name in reversed(names):
+            flag = "--" + name.removesuffix("_s").replace("_", "-")
+            if name in SETTING_SWITCHES:
+                command = click.option(flag, name, is_flag=True, default=None, help=SETTING_SWITCHES[name])(command)
+            else:
+                command = click.option(flag, name, metavar="VALUE", help=SETTING_FLAGS[name])(command)
+        return command
+
+    return decorate
+
+
+def read_settings(given: Mapping[str, object]) -> Settings:
+    """Defaults, then the environment, then the flags; a usage error names what cannot be read."""
+    flags = {f"TINYLOOP_{name.upper()}": str(value) for name, value in given.items() if value is not None}
+    try:
+        return Settings.from_environment({**os.environ, **flags})
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
+
+
+def client_options(command: F) -> F:
+    """--target and --timeout: which server, and how long to wait for it."""
+    command = click.option(
+        "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Give up after this long."
+    )(command)
+    return click.option(
+        "--target", "-t", metavar="HOST:PORT", default=DEFAULT_TARGET, show_default=True, help="The server."
+    )(command)
+
+
+def input_options(command: F) -> F:
+    """--file and --tokens, beside a TEXT argument; `read_input` makes one value of the three."""
+    command = click.option("--tokens", type=TokenIdList(), help="Token ids in place of text, taken as they are.")(
+        command
+    )
+    return click.option(
+        "--file",
+        "-f",
+        type=click.Path(path_type=Path, allow_dash=True, dir_okay=False),
+        help="Read the text from a file; - is standard input.",
+    )(command)
+
+
+def read_input(text: str | None, file: Path | None, tokens: tuple[int, ...] | None) -> str | tuple[int, ...] | None:
+    """The one input that was given; None when there is none.  Two are a usage error."""
+    given = [value for value in (text, file, tokens) if value is not None]
+    if len(given) > 1:
+        raise click.UsageError("give one of TEXT, --file and --tokens, not several")
+    if file is None:
+        return text if tokens is None else tokens
+    if str(file) == "-":
+        return click.get_text_stream("stdin", encoding="utf-8").read()
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"cannot read {file}: {error}") from None

@@ -1,0 +1,133 @@
+"""How commands speak: results on standard output, progress and errors on standard error.
+
+In: values and text.  Out: lines for people, or JSON for scripts.  Colour and motion only where a terminal is.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime, timedelta
+from enum import Enum
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+QUIET_S = 2.0  # a wait longer than this shows what it waits for
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """One JSON document, in one line when standard output is no terminal."""
+    print(json.dumps(value, indent=2 if out.is_terminal else None, ensure_ascii=False))
+
+
+def plain(value: object) -> Any:
+    """A value as JSON has it: dataclasses become objects, times ISO 8601, durations seconds."""
+    match value:
+        case Enum():
+            return value.value
+        case datetime():
+            return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+        case timedelta():
+            return value.total_seconds()
+        case Mapping():
+            return {str(key): plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+def print_facts(facts: dict[str, object]) -> None:
+    """A two-column list, empty values left out."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value not in (None, ""):
+            table.add_row(name.replace("_", " "), Text(str(value)))
+    out.print(table)
+
+
+def print_error(message: str) -> None:
+    err.print(Text.assemble(("error: ", "bold red"), " ".join(message.split())))
+
+
+def human_bytes(count: int) -> str:
+    """Bytes with a binary unit, for example "80.0 MiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def human_time(moment: datetime | None) -> str:
+    """ISO 8601 in UTC to the second; "never" for None."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ") if moment else "never"
+
+
+@contextmanager
+def waiting(doing: str) -> Iterator[Callable[[str], None]]:
+    """Says what is being waited for, on standard error: a spinner on a terminal, else lines at least two seconds apart.
+
+    Yields a function that changes the words.
+    """
+    if err.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=err, transient=True) as progress:
+            task = progress.add_task(doing, total=None)
+            yield lambda words: progress.update(task, description=words)
+        return
+    lines = _SparseLines(doing)
+    lines.start()
+    try:
+        yield lines.say
+    finally:
+        lines.stop()
+
+
+class _SparseLines(threading.Thread):
+    """Prints the newest words, when they changed, every two seconds; so a wait shorter than that is silent."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(daemon=True)
+        self._words = words
+        self._ended = threading.Event()
+
+    def say(self, words: str) -> None:
+        self._words = words
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()
+
+    def run(self) -> None:
+        printed = ""
+        while not self._ended.wait(QUIET_S):
+            if self._words != printed:
+                printed = self._words
+                err.print(Text(f"{printed} ..."))
+
+
+@contextmanager
+def counting(doing: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error; yields a function that takes how much is done."""
+    if not err.is_terminal:
+        yield lambda done: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(doing, total=total)
+        yield lambda done: progress.update(task, completed=done)

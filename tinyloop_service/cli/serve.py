@@ -1,0 +1,58 @@
+"""`tinyloop serve`: a server in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import click
+
+from tinyloop_service.cli.options import read_settings, settings_options
+
+if TYPE_CHECKING:
+    from tinyloop_service.app import App
+
+
+@click.command()
+@settings_options(
+    "model",
+    "listen",
+    "health_listen",
+    "engine",
+    "threads",
+    "kv_memory",
+    "cache_mode",
+    "accuracy_level",
+    "max_prefixes",
+    "max_queue",
+    "drain_grace_s",
+    "reflection",
+    "insecure_any_address",
+    "log_level",
+    "log_format",
+)
+def serve(**given: str | bool | None) -> None:
+    """Serve a model over gRPC until SIGTERM or Ctrl-C; then running requests finish, and the status is 0.
+
+    Prints one line on standard output once it serves, with the address; logs go to standard error.  A second signal
+    does not wait for running requests.  Every setting can be an environment variable too: TINYLOOP_KV_MEMORY=2GiB.
+
+    \b
+    Examples:
+      tinyloop serve                                       # the demo model
+      tinyloop serve --model 407m.tinyloop --listen 127.0.0.1:50051 --kv-memory 2GiB
+      tinyloop serve --listen 127.0.0.1:0 --health-listen none
+    """
+    from tinyloop_service.app import App, configure_logging, load_model
+    from tinyloop_service.demo import MODEL_PATH
+
+    settings = read_settings(given)
+    configure_logging(settings.server)
+    app = App(settings, lambda: load_model(settings.server.model or MODEL_PATH, settings.engine))
+    raise SystemExit(asyncio.run(app.run(on_ready=_announce)))
+
+
+def _announce(app: App) -> None:
+    """The line that scripts wait for: serving ADDRESS [health ADDRESS]."""
+    health = f" health {app.health_address}" if app.health_address else ""
+    click.echo(f"serving {app.address}{health}")
