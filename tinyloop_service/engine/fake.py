@@ -1,0 +1,434 @@
+"""A fake engine: fast, deterministic, and strict about the plan contract.
+
+In: plans.  Out: tokens that follow from every token a sequence can see, read *through its pages*: an entry of each
+token is stored where the scheduler said, and a wrong, stale or foreign page gives other tokens, or a `PlanViolation`.
+There is no arithmetic of a model in it.
+
+    entry(p) = mix(sum of the visible entries before p, token(p), p, loops)        visible: positions > p − window
+    sampled  = mix(entry, seed and choice unless greedy, penalised tokens) mod vocab
+
+`expected_tokens` computes the same without pages, as the oracle of tests.  Knobs for tests: `gate` holds every step,
+`fault` may raise before or after a plan ran, `step_s` sleeps, `next_token` overrides what is sampled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from tinyloop_service.engine.api import (
+    PAGE_TOKENS,
+    Block,
+    Clone,
+    Drop,
+    Extend,
+    Limits,
+    Open,
+    Plan,
+    Prefill,
+    RowOutput,
+    SequenceId,
+    StepResult,
+)
+from tinyloop_service.errors import DeviceLost, EngineFault
+from tinyloop_service.types import CacheMode, Sampling, TokenIds, TokenLogprob
+
+_MASK = (1 << 61) - 1
+_NO_TOKENS: frozenset[int] = frozenset()
+
+FAKE_LIMITS = Limits(
+    model_id="fake",
+    vocab_size=512,
+    default_loops=2,
+    max_loops=16,
+    max_seq_len=2048,
+    pre_blocks=1,
+    loop_blocks=1,
+    post_blocks=0,
+    eos_token_ids=(0,),
+    cache_mode=CacheMode.FP16,
+    num_pages=4096,
+    page_bytes=65536,
+    max_rows=64,
+    max_chunk=256,
+    max_steps=8,
+)
+
+
+class PlanViolation(AssertionError):
+    """The scheduler broke the contract of engine/api.py."""
+
+
+def _mix(total: int, token: int, position: int, loops: int) -> int:
+    value = (total * 0x9E3779B97F4A7C1 + token * 0x2545F4914F6CDD1D + position * 0x5851F42D + loops) & _MASK
+    value = ((value ^ (value >> 29)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 32)
+
+
+def _sample(entry: int, sampling: Sampling, seen: frozenset[int], position: int, vocab_size: int) -> int:
+    noise = 0 if sampling.temperature == 0 else sampling.seed * 31 + sampling.choice + 1
+    penalty = sum(seen) + 1 if sampling.repetition_penalty != 1.0 else 0
+    return _mix(entry ^ noise, penalty, position, 0) % vocab_size
+
+
+def _logprob(entry: int, token: int, count: int, vocab_size: int) -> TokenLogprob:
+    top = tuple(((entry + i) % vocab_size, -0.1 * (i + 1)) for i in range(count))
+    return TokenLogprob(-((entry ^ token) % 1000) / 1000, top)
+
+
+def expected_tokens(
+    segments: Iterable[tuple[TokenIds, int]], max_tokens: int, sampling: Sampling, loops: int, limits: Limits
+) -> TokenIds:
+    """What a request alone would get: prompt segments with their windows, the last window for what is generated."""
+    entries: list[int] = []
+    tokens: list[int] = []
+    window = 0
+    for segment, window in segments:
+        for token in segment:
+            _append(entries, token, window, loops)
+        tokens += segment
+    sampled: list[int] = []
+    while True:
+        sampled.append(_sample(entries[-1], sampling, frozenset(tokens), len(entries), limits.vocab_size))
+        if len(sampled) == max_tokens:
+            return tuple(sampled)
+        tokens.append(sampled[-1])
+        _append(entries, sampled[-1], window, loops)
+
+
+def _append(entries: list[int], token: int, window: int, loops: int) -> None:
+    start = max(0, len(entries) - window + 1) if window else 0
+    entries.append(_mix(sum(entries[start:]) & _MASK, token, len(entries), loops))
+
+
+@dataclass(slots=True, eq=False)
+class _Page:
+    """What one page holds: the entries of its block, shared by the block's layers, and which layer it is."""
+
+    entries: list[int]
+    layer: int
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    opened: Open
+    parent: _Sequence | None
+    length: int
+    first_block: int
+    blocks: list[Block] = field(default_factory=list)
+    kept: int | None = None  # the entry of the last prompt token: a prefix's logits
+    last_token: int | None = None
+    seen: frozenset[int] = _NO_TOKENS  # tokens under repetition penalty
+    total: int | None = None  # sum of what the next token sees, where it may be carried on
+
+    def block_entries(self, index: int, pages: list[_Page | None]) -> list[int]:
+        """The entries of absolute block `index`, own or a parent's; checks every page of it."""
+        owner: _Sequence | None = self
+        while owner is not None and index < owner.opened.start // PAGE_TOKENS:
+            owner = owner.parent
+        if owner is None or not owner.first_block <= index < owner.first_block + len(owner.blocks):
+            raise PlanViolation(f"sequence {self.opened.seq} reads block {index}, which nobody holds")
+        block = owner.blocks[index - owner.first_block]
+        first = pages[block[0]]
+        for layer, page_id in enumerate(block):
+            page = pages[page_id]
+            if page is None or first is None or page.entries is not first.entries or page.layer != layer:
+                raise PlanViolation(f"sequence {self.opened.seq} reads page {page_id}, which was released or reused")
+        assert first is not None
+        return first.entries
+
+
+class FakeEngine:
+    """`strict`: read every visible entry at every step, so that a page lost later shows too; slower."""
+
+    def __init__(
+        self,
+        limits: Limits = FAKE_LIMITS,
+        *,
+        strict: bool = False,
+        step_s: float = 0.0,
+        gate: threading.Event | None = None,
+        fault: Callable[[Plan], EngineFault | None] | None = None,
+        fault_after: bool = False,
+        next_token: Callable[[Open, int, int], int] | None = None,
+    ) -> None:
+        self._limits = limits
+        self._strict = strict
+        self._step_s = step_s
+        self._gate = gate
+        self._fault = fault
+        self._fault_after = fault_after
+        self._next_token = next_token
+        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._lost: set[SequenceId] = set()
+        self._pages: list[_Page | None] = [None] * limits.num_pages
+        self._owner: dict[int, SequenceId] = {}
+        self._active: set[SequenceId] = set()
+        self._last_plan = 0
+        self.num_steps = 0
+        self.tokens_prefilled = 0
+        self.is_closed = False
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @property
+    def name(self) -> str:
+        return "fake"
+
+    def step(self, plan: Plan) -> StepResult:
+        if self._gate is not None:
+            self._gate.wait()
+        if self._step_s:
+            time.sleep(self._step_s)
+        self._require(not self.is_closed, "a step after close")
+        self._require(plan.number > self._last_plan, f"plan {plan.number} after {self._last_plan}")
+        self._last_plan = plan.number
+        self.num_steps += 1
+        error = self._fault(plan) if self._fault is not None else None
+        if error is not None and not self._fault_after:
+            self._lose(plan, error)
+        result = self._run(plan)
+        if error is not None:
+            self._lose(plan, error)
+        return result
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def check_idle(self, num_sequences: int = 0) -> None:
+        """Nothing is left but `num_sequences` prefixes."""
+        self._require(len(self._sequences) == num_sequences, f"{len(self._sequences)} sequences are open")
+        owners = set(self._owner.values())
+        self._require(owners <= self._sequences.keys(), "pages of closed sequences are held")
+
+    # ---- one plan, in the order of its fields
+
+    def _run(self, plan: Plan) -> StepResult:
+        self._check_size(plan)
+        for seq in plan.close:
+            self._close(seq)
+        for page in plan.released:
+            self._require(page not in self._owner, f"page {page} is released but owned by {self._owner.get(page)}")
+            self._pages[page] = None
+        for seq in plan.deactivate:
+            self._sequence(seq)
+            self._active.discard(seq)
+        for opened in plan.open:
+            self._open(opened)
+        for extend in plan.extend:
+            self._extend(extend)
+        for clone in plan.clone:
+            self._clone(clone)
+        for seq in plan.activate:
+            self._activate(seq)
+        rows = [self._first(seq) for seq in plan.first]
+        rows += [output for prefill in plan.prefill if (output := self._prefill(prefill)) is not None]
+        rows += [self._decode(seq, plan.num_steps) for seq in plan.decode]
+        for drop in plan.drop:
+            self._drop(drop)
+        return StepResult(tuple(rows))
+
+    def _check_size(self, plan: Plan) -> None:
+        limits = self._limits
+        parts = [*plan.first, *(p.seq for p in plan.prefill), *plan.decode]
+        self._require(len(set(parts)) == len(parts), "a sequence takes part twice")
+        self._require(len(plan.decode) <= limits.max_rows, f"{len(plan.decode)} rows")
+        self._require(sum(len(p.tokens) for p in plan.prefill) <= limits.max_chunk, "a chunk that is too large")
+        self._require(1 <= plan.num_steps <= limits.max_steps, f"{plan.num_steps} steps")
+
+    def _close(self, seq: SequenceId) -> None:
+        sequence = self._sequences.pop(seq, None)
+        self._require(sequence is not None or seq in self._lost, f"sequence {seq} is closed but not open")
+        hanging = [s.opened.seq for s in self._sequences.values() if sequence is not None and s.parent is sequence]
+        self._require(not hanging, f"sequence {seq} is closed under {hanging}")
+        self._lost.discard(seq)
+        self._active.discard(seq)
+        if sequence is not None:
+            for block in sequence.blocks:
+                self._disown(block)
+
+    def _open(self, opened: Open) -> None:
+        self._require(opened.seq not in self._sequences, f"sequence {opened.seq} is open")
+        parent = self._sequence(opened.parent) if opened.parent is not None else None
+        self._require(opened.start == (parent.length if parent is not None else 0), "start is not the parent's length")
+        self._require(1 <= opened.loops <= self._limits.max_loops, f"{opened.loops} loops")
+        penalised = opened.sampling is not None and opened.sampling.repetition_penalty != 1.0
+        seen = frozenset(opened.prompt) if penalised else _NO_TOKENS
+        self._sequences[opened.seq] = _Sequence(opened, parent, opened.start, opened.start // PAGE_TOKENS, seen=seen)
+
+    def _extend(self, extend: Extend) -> None:
+        sequence = self._sequence(extend.seq)
+        for block in extend.blocks:
+            layers = self._limits.cache_layers(sequence.opened.loops)
+            self._require(len(block) == layers, f"a block of {len(block)} pages for {layers} layers")
+            entries: list[int] = []
+            for layer, page in enumerate(block):
+                self._require(0 <= page < self._limits.num_pages, f"page {page} does not exist")
+                self._require(page not in self._owner, f"page {page} is taken but owned by {self._owner.get(page)}")
+                self._owner[page] = extend.seq
+                self._pages[page] = _Page(entries, layer)
+            sequence.blocks.append(block)
+
+    def _clone(self, clone: Clone) -> None:
+        sequence = self._sequence(clone.seq)
+        parent, start = sequence.parent, sequence.opened.start
+        self._require(parent is not None and clone.num_tokens == start % PAGE_TOKENS > 0, "a clone of the wrong size")
+        assert parent is not None
+        self._require(clone.target == sequence.blocks[0] and sequence.length == start, "a clone into the wrong block")
+        self._require(bool(parent.blocks) and clone.source == parent.blocks[-1], "a clone of the wrong block")
+        source = parent.block_entries(start // PAGE_TOKENS, self._pages)
+        self._entries(clone.target).extend(source[: clone.num_tokens])
+
+    def _activate(self, seq: SequenceId) -> None:
+        sequence = self._sequence(seq)
+        self._require(sequence.opened.sampling is None, f"sequence {seq} is no prefix")
+        self._require(bool(self._limits.active_pages_per_page), "this engine has no active form")
+        if sequence.parent is not None:
+            self._require_active(sequence.parent)
+        self._active.add(seq)
+
+    def _first(self, seq: SequenceId) -> RowOutput:
+        sequence = self._sequence(seq)
+        parent = sequence.parent
+        self._require(
+            parent is not None and parent.kept is not None, f"sequence {seq} has no kept logits to start from"
+        )
+        assert parent is not None and parent.kept is not None
+        self._require(sequence.length == sequence.opened.start, f"sequence {seq} has begun")
+        self._require_active(parent)
+        return self._output(sequence, parent.kept)
+
+    def _prefill(self, prefill: Prefill) -> RowOutput | None:
+        sequence = self._sequence(prefill.seq)
+        self._require(prefill.start == sequence.length, f"prefill at {prefill.start} of {sequence.length}")
+        self._require(bool(prefill.tokens), "an empty prefill")
+        self._require(sequence.kept is None and sequence.last_token is None, "a prefill after the last one")
+        self._require_active(sequence if sequence.opened.sampling is None else sequence.parent)
+        entry = 0
+        for token in prefill.tokens:
+            entry = self._append(sequence, token)
+        self.tokens_prefilled += len(prefill.tokens)
+        if not prefill.last:
+            return None
+        if sequence.opened.sampling is None:
+            sequence.kept = entry
+            return None
+        return self._output(sequence, entry)
+
+    def _decode(self, seq: SequenceId, num_steps: int) -> RowOutput:
+        sequence = self._sequence(seq)
+        self._require_active(sequence.parent)
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        for _ in range(num_steps):
+            if sequence.last_token is None:
+                raise PlanViolation(f"sequence {seq} decodes before its first token")
+            tokens.append(self._sample(sequence, self._append(sequence, sequence.last_token), logprobs))
+        return RowOutput(seq, tuple(tokens), tuple(logprobs))
+
+    def _drop(self, drop: Drop) -> None:
+        sequence = self._sequence(drop.seq)
+        count = drop.first_block - sequence.first_block
+        self._require(0 < count <= len(sequence.blocks), f"a drop below block {drop.first_block}")
+        for block in sequence.blocks[:count]:
+            self._disown(block)
+        del sequence.blocks[:count]
+        sequence.first_block = drop.first_block
+
+    # ---- tokens and pages
+
+    def _append(self, sequence: _Sequence, token: int) -> int:
+        """Store one token where the scheduler said; its entry."""
+        position, opened = sequence.length, sequence.opened
+        total = sequence.total
+        if total is None or self._strict or opened.cache_window:
+            total = self._visible_sum(sequence)
+        index = position // PAGE_TOKENS - sequence.first_block
+        if not 0 <= index < len(sequence.blocks):
+            raise PlanViolation(f"sequence {opened.seq} has no block for position {position}")
+        if not 0 <= token < self._limits.vocab_size:
+            raise PlanViolation(f"token {token} is outside the vocabulary")
+        entry = _mix(total & _MASK, token, position, opened.loops)
+        entries = self._entries(sequence.blocks[index])
+        if len(entries) != position % PAGE_TOKENS:
+            raise PlanViolation(f"position {position} does not follow what is stored")
+        entries.append(entry)
+        sequence.total, sequence.length = total + entry, position + 1
+        return entry
+
+    def _visible_sum(self, sequence: _Sequence) -> int:
+        position, window = sequence.length, sequence.opened.cache_window
+        start = max(0, position - window + 1) if window else 0
+        total = 0
+        for index in range(start // PAGE_TOKENS, -(-position // PAGE_TOKENS)):
+            low, high = max(start - index * PAGE_TOKENS, 0), min(position - index * PAGE_TOKENS, PAGE_TOKENS)
+            if low < high:
+                entries = sequence.block_entries(index, self._pages)
+                self._require(len(entries) >= high, f"block {index} holds {len(entries)} tokens, {high} are read")
+                total += sum(entries[low:high])
+        return total
+
+    def _output(self, sequence: _Sequence, entry: int) -> RowOutput:
+        logprobs: list[TokenLogprob] = []
+        token = self._sample(sequence, entry, logprobs)
+        return RowOutput(sequence.opened.seq, (token,), tuple(logprobs))
+
+    def _sample(self, sequence: _Sequence, entry: int, logprobs: list[TokenLogprob]) -> int:
+        """The next token after `entry`; its logprob is appended where one was asked for."""
+        sampling, vocab_size = sequence.opened.sampling, self._limits.vocab_size
+        if sampling is None:
+            raise PlanViolation(f"sequence {sequence.opened.seq} is a prefix and samples nothing")
+        token = _sample(entry, sampling, sequence.seen, sequence.length, vocab_size)
+        if self._next_token is not None:
+            token = self._next_token(sequence.opened, sequence.length, token)
+        sequence.last_token = token
+        if sampling.repetition_penalty != 1.0:
+            sequence.seen |= {token}
+        if sampling.logprobs:
+            logprobs.append(_logprob(entry, token, sampling.logprobs, vocab_size))
+        return token
+
+    def _entries(self, block: Block) -> list[int]:
+        page = self._pages[block[0]]
+        if page is None:
+            raise PlanViolation(f"page {block[0]} is written after it was released")
+        return page.entries
+
+    def _sequence(self, seq: SequenceId) -> _Sequence:
+        sequence = self._sequences.get(seq)
+        if sequence is None:
+            raise PlanViolation(f"sequence {seq} is not open")
+        return sequence
+
+    def _disown(self, block: Block) -> None:
+        for page in block:
+            del self._owner[page]
+            self._pages[page] = None
+
+    def _require_active(self, sequence: _Sequence | None) -> None:
+        while self._limits.active_pages_per_page and sequence is not None:
+            self._require(sequence.opened.seq in self._active, f"sequence {sequence.opened.seq} is read but not active")
+            sequence = sequence.parent
+
+    def _lose(self, plan: Plan, error: EngineFault) -> None:
+        """The plan's sequences are gone, and with a lost device all are; their pages hold nothing that can be read."""
+        lost = set(self._sequences) if isinstance(error, DeviceLost) else plan.sequences()
+        for sequence in list(self._sequences.values()):  # opened in order, parents first
+            if sequence.parent is not None and sequence.parent.opened.seq in lost:
+                lost.add(sequence.opened.seq)
+        for seq in lost:
+            sequence_lost = self._sequences.pop(seq, None)
+            for block in sequence_lost.blocks if sequence_lost is not None else ():
+                self._disown(block)
+        self._lost |= lost | set(plan.close)
+        self._active -= lost
+        raise error
+
+    @staticmethod
+    def _require(condition: bool, what: str) -> None:
+        if not condition:
+            raise PlanViolation(what)

@@ -1,0 +1,261 @@
+"""Admission: who of those that wait may start, and what must make room.
+
+In: the queue in order of arrival, the pool, the prefixes.  Out: started builds, admitted requests.  It refuses to
+know what a step is.
+
+A request is admitted when its prefix is READY, its rows fit, and every page it can come to need is free or can be
+made free; so an admitted request never dies of memory.  A prefix that is missing is built first, once, for all who
+wait for it.  Room is made from what is idle: active forms first, then unpinned prefixes nobody uses, each least
+recently used first.  Two rules keep this fair and free of deadlock:
+
+- Nobody evicts what somebody older waits for.  So the oldest can evict everything idle but its own chain, and a
+  prefix built for one request is still there when its turn comes.
+- Younger ones may overtake one that lacks room, until it has waited `aging_ns`; from then on it is next.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from enum import Enum
+
+from tinyloop_service.errors import OutOfMemory, PinBudgetExceeded, QueueFull, TinyLoopError
+from tinyloop_service.scheduler.draft import Draft
+from tinyloop_service.scheduler.prefixes import Prefix, PrefixStore
+from tinyloop_service.scheduler.requests import Request, Requests, RequestState
+from tinyloop_service.scheduler.sequences import Extent, Feed, Sequences
+from tinyloop_service.settings import SchedulerSettings
+from tinyloop_service.types import PrefixState
+
+WAYS_OUT = "use a shorter prompt, fewer loops, a compact cache mode or a cache_window"
+
+
+class Turn(Enum):
+    """How it went for one of those that wait."""
+
+    MOVED = "moved"  # admitted, or a build was started for it
+    WAITS = "waits"  # for a build that runs
+    LACKS_ROOM = "lacks room"
+
+
+class Admission:
+    """The queue, and the budget that it draws on."""
+
+    def __init__(
+        self, sequences: Sequences, prefixes: PrefixStore, requests: Requests, settings: SchedulerSettings
+    ) -> None:
+        self._sequences = sequences
+        self._pool = sequences.pool
+        self._limits = sequences.limits
+        self._prefixes = prefixes
+        self._requests = requests
+        self._settings = settings
+        self._queue: dict[int, tuple[Request | Prefix, int]] = {}  # by order: who, and since when
+        self._next_order = 1
+        self.refusal: TinyLoopError | None = None  # what newcomers get while draining and after
+        self.refused: list[tuple[Request | Prefix, TinyLoopError]] = []  # became impossible while they waited
+
+    def __len__(self) -> int:
+        """How many wait; those that left are forgotten here."""
+        if len(self._queue) >= self._settings.max_queue:
+            self._queue = {order: entry for order, entry in self._queue.items() if _still_waits(entry[0], order)}
+        return len(self._queue)
+
+    def check_open(self) -> None:
+        if self.refusal is not None:
+            raise copy.copy(self.refusal)
+
+    def check_queue(self) -> None:
+        if len(self) >= self._settings.max_queue:
+            raise QueueFull(f"queue full: {self._settings.max_queue} requests wait; try again")
+
+    def take_order(self) -> int:
+        """The next place in the order of arrival."""
+        self._next_order += 1
+        return self._next_order - 1
+
+    def add(self, order: int, job: Request | Prefix, now_ns: int) -> None:
+        """A request, or a prefix that was asked for."""
+        self._queue[order] = (job, now_ns)
+        if isinstance(job, Prefix):
+            job.wanted_order = order
+
+    def remove(self, order: int) -> None:
+        self._queue.pop(order, None)
+
+    def admit(self, draft: Draft, now_ns: int) -> None:
+        """Move everybody who can move, oldest first."""
+        overtaken = 0
+        for order, (job, since_ns) in list(self._queue.items()):
+            if not _still_waits(job, order):
+                del self._queue[order]
+                continue
+            turn = self._advance(order, job, draft, now_ns)
+            if turn is Turn.MOVED and not _still_waits(job, order):
+                del self._queue[order]
+            if turn is not Turn.LACKS_ROOM or self._refuse_if_impossible(order, job):
+                continue
+            overtaken += 1
+            if now_ns - since_ns >= self._settings.aging_ns or overtaken > self._settings.max_overtaken:
+                return
+
+    # ---- one job
+
+    def _advance(self, order: int, job: Request | Prefix, draft: Draft, now_ns: int) -> Turn:
+        target = job if isinstance(job, Prefix) else job.prefix
+        chain = target.chain() if target is not None else []
+        missing = next((prefix for prefix in chain if prefix.state is not PrefixState.READY), None)
+        if missing is None:
+            assert isinstance(job, Request)
+            return self._admit_request(job, chain, draft, now_ns)
+        if missing.sequence is not None:
+            return Turn.WAITS
+        ancestors = chain[: chain.index(missing)]
+        if not self._start_build(order, missing, ancestors, draft, now_ns):
+            return Turn.LACKS_ROOM
+        if isinstance(job, Request):
+            job.cached_tokens = min(job.cached_tokens, missing.recipe.extent.start)
+        return Turn.MOVED
+
+    def _admit_request(self, request: Request, chain: list[Prefix], draft: Draft, now_ns: int) -> Turn:
+        pages = request.pages(self._limits) + self._inactive_pages(chain)
+        rows = self._requests.num_rows + request.spec.n
+        if rows > self._limits.max_rows or not self._make_room(pages, 0, request.order, chain, draft):
+            return Turn.LACKS_ROOM
+        self._activate(chain, draft)
+        self._requests.admit(request, now_ns)
+        return Turn.MOVED
+
+    def _start_build(self, order: int, prefix: Prefix, ancestors: list[Prefix], draft: Draft, now_ns: int) -> bool:
+        assert prefix.state is not PrefixState.FAILED, "somebody waits for a prefix that failed"
+        extent = prefix.recipe.extent
+        pages = extent.peak_pages(self._limits) + extent.active_pages(self._limits) + self._inactive_pages(ancestors)
+        if not self._make_room(pages, 1, order, ancestors, draft):
+            return False
+        self._activate(ancestors, draft)
+        sequence = self._prefixes.start_build(prefix, now_ns)
+        prefix.wanted_order = None
+        self._sequences.feed(Feed(sequence, prefix.recipe.tokens[extent.start :], order))
+        return True
+
+    def _inactive_pages(self, chain: Iterable[Prefix]) -> int:
+        return sum(prefix.recipe.extent.active_pages(self._limits) for prefix in chain if not prefix.active)
+
+    def _activate(self, chain: Iterable[Prefix], draft: Draft) -> None:
+        for prefix in chain:
+            assert prefix.sequence is not None
+            if self._prefixes.hold_active_form(prefix, prefix.sequence):
+                draft.activate(prefix.sequence)
+
+    # ---- room
+
+    def _make_room(self, pages: int, slots: int, order: int, keep: list[Prefix], draft: Draft) -> bool:
+        """See that `pages` are free and `slots` more prefixes may be in memory; nothing is dropped if that fails."""
+        if pages <= self._pool.free and not slots:
+            return True
+        in_memory = [prefix for prefix in self._prefixes if prefix.sequence is not None]
+        surplus = len(in_memory) + slots - self._settings.max_prefixes
+        ready = [prefix for prefix in in_memory if prefix.state is PrefixState.READY]
+        idle = [prefix for prefix in ready if prefix.active and not prefix.users and prefix not in keep]
+        victims = self._victims(in_memory, order, keep)
+        within_reach = self._pool.free + sum(self._pool.active(_id(p)) for p in idle)
+        within_reach += sum(self._pool.stored(_id(p)) for p in victims)
+        if within_reach < pages or len(victims) < surplus:
+            return False
+        for prefix in sorted(idle, key=lambda p: p.last_use_time_ns):
+            if pages > self._pool.free:
+                assert prefix.sequence is not None
+                self._prefixes.drop_active_form(prefix)
+                draft.deactivate(prefix.sequence)
+        for prefix in victims:
+            if pages > self._pool.free or surplus > 0:
+                self._prefixes.evict(prefix)
+                surplus -= 1
+        return True
+
+    def _victims(self, in_memory: list[Prefix], order: int, keep: list[Prefix]) -> list[Prefix]:
+        """What may be evicted for a job, least recently used first, children before their parents."""
+        may_go = {
+            prefix.uid: prefix
+            for prefix in in_memory
+            if prefix.state is PrefixState.READY
+            and not (prefix.users or prefix.pinned or prefix in keep)
+            and prefix.oldest_demand() >= order
+        }
+        for prefix in in_memory:  # what has pages below it that stay must stay too
+            if prefix.uid not in may_go:
+                for member in prefix.chain():
+                    may_go.pop(member.uid, None)
+        return sorted(may_go.values(), key=lambda p: (p.last_use_time_ns, -len(p.chain())))
+
+    # ---- what can never be
+
+    def check_possible(self, ancestors: list[Prefix], extents: list[Extent], own_pages: int) -> None:
+        """Raise OutOfMemory if this would not fit with everything else gone that can go.
+
+        `ancestors` and then `extents` are built one under the other; then `own_pages` are needed at once.
+        """
+        pinned = [prefix for prefix in self._effectively_pinned() if prefix not in ancestors]
+        kept = sum(prefix.recipe.extent.final_pages(self._limits) for prefix in pinned)
+        held = needed = 0
+        chain = [prefix.recipe.extent for prefix in ancestors] + extents
+        for extent in chain:
+            active = extent.active_pages(self._limits)
+            needed = max(needed, held + extent.peak_pages(self._limits) + active)
+            held += extent.final_pages(self._limits) + active
+        needed = max(needed, held + own_pages)
+        if needed + kept > self._limits.num_pages:
+            mib = needed * self._limits.page_bytes / 2**20
+            raise OutOfMemory(
+                f"out of memory: {needed} pages ({mib:.1f} MiB) needed, {self._pool.free} free now, "
+                f"{self._limits.num_pages} in all, {kept} pinned; {WAYS_OUT}"
+            )
+        if len(chain) + len(pinned) > self._settings.max_prefixes:
+            raise OutOfMemory(
+                f"out of memory: {len(chain)} prefixes needed at once beside {len(pinned)} pinned ones, "
+                f"{self._settings.max_prefixes} may be in memory; unpin some"
+            )
+
+    def check_request_possible(self, request: Request) -> None:
+        chain = request.prefix.chain() if request.prefix is not None else []
+        self.check_possible(chain, [], request.pages(self._limits))
+
+    def check_pin(self, ancestors: list[Prefix], extents: list[Extent]) -> None:
+        """Raise PinBudgetExceeded if these, pinned too, pass the budget."""
+        pinned = {prefix.uid: prefix for prefix in [*self._effectively_pinned(), *ancestors]}
+        extents = [prefix.recipe.extent for prefix in pinned.values()] + extents
+        needed = sum(extent.final_pages(self._limits) for extent in extents)
+        budget = int(self._settings.pin_fraction * self._limits.num_pages)
+        if needed > budget:
+            raise PinBudgetExceeded(
+                f"pin budget: {needed} pages would be pinned, {budget} may be; unpin or delete another prefix"
+            )
+
+    def _effectively_pinned(self) -> list[Prefix]:
+        """Pinned prefixes and all that they hang from."""
+        found = {member.uid: member for prefix in self._prefixes if prefix.pinned for member in prefix.chain()}
+        return list(found.values())
+
+    def _refuse_if_impossible(self, order: int, job: Request | Prefix) -> bool:
+        """Pins may have grown since it came in.  It must not wait for ever, nor hold up the others."""
+        try:
+            if isinstance(job, Request):
+                self.check_request_possible(job)
+            else:
+                self.check_possible(job.chain(), [], 0)
+        except OutOfMemory as error:
+            self.refused.append((job, error))
+            del self._queue[order]
+            return True
+        return False
+
+
+def _still_waits(job: Request | Prefix, order: int) -> bool:
+    if isinstance(job, Request):
+        return job.state is RequestState.QUEUED
+    return job.wanted_order == order
+
+
+def _id(prefix: Prefix) -> int:
+    assert prefix.sequence is not None
+    return prefix.sequence.id

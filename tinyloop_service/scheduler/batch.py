@@ -1,0 +1,66 @@
+"""Who takes part in the next plan, and with how much.
+
+In: rows and prompt tokens that are ready to run.  Out: a filled draft.  It refuses to know admission and results.
+
+Builds never stop a stream: while rows decode, prompt tokens get a share of the engine's chunk, and every decoding row
+is in every plan.  Among prompts the oldest gets half of what there is and the rest goes to the shortest, so a suffix
+of ten tokens does not wait behind a long build, and the long build still moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tinyloop_service.engine.api import Limits
+from tinyloop_service.scheduler.draft import Draft
+from tinyloop_service.scheduler.requests import Requests
+from tinyloop_service.scheduler.sequences import Feed, Sequences
+from tinyloop_service.settings import SchedulerSettings
+
+
+def share_out(feeds: Collection[Feed], budget: int) -> list[tuple[Feed, int]]:
+    """Tokens for each feed, their sum at most `budget`; feeds that get none are left out."""
+    if not feeds:
+        return []
+    oldest = min(feeds, key=lambda feed: feed.order)
+    left = budget - min(oldest.remaining, -(-budget // 2))
+    shares = []
+    for feed in sorted((feed for feed in feeds if feed is not oldest), key=lambda feed: (feed.remaining, feed.order)):
+        count = min(feed.remaining, left)
+        if not count:
+            break
+        shares.append((feed, count))
+        left -= count
+    used = sum(count for _, count in shares)
+    return [(oldest, min(oldest.remaining, budget - used)), *shares]
+
+
+def compose(
+    draft: Draft,
+    sequences: Sequences,
+    requests: Requests,
+    limits: Limits,
+    settings: SchedulerSettings,
+    someone_waits: bool,
+) -> None:
+    """Fill the draft.  Rows that become ready by it take part in the next one."""
+    starting, decoding = list(requests.starting.values()), list(requests.decoding.values())
+    feeds = list(sequences.feeds.values())
+    for row in starting:
+        draft.open(row.sequence, requests.sampling(row), row.request.prompt())
+        draft.first(row.sequence)
+        requests.started(row)
+    budget = max(1, int(limits.max_chunk * settings.prefill_share)) if decoding else limits.max_chunk
+    for feed, count in share_out(feeds, budget):
+        last = count == feed.remaining
+        draft.feed(feed, count)
+        if last:
+            sequences.fed(feed)
+            requests.fed(feed.sequence.id)
+    if decoding:
+        alone = not (someone_waits or starting or feeds)
+        most = min(limits.max_steps, settings.steps_per_plan) if alone else 1
+        num_steps = min(most, min(row.num_left for row in decoding))
+        for row in decoding:
+            draft.decode(row.sequence, num_steps)
+            requests.stepped(row, num_steps)

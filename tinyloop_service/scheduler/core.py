@@ -1,0 +1,245 @@
+"""The scheduler's core: a pure state machine between callers and one engine.
+
+    submit, cancel, finish, create, … ──►┐
+                                         ├─► plan(now) ──► engine ──► commit(plan, result, now) │ fail(plan, error)
+    take_events() ◄── what callers see ──┘◄─────────────────────────────────────────────────────┘
+
+In: validated values and the time.  Out: plans for the engine, events for the loop.  It refuses to know asyncio,
+arrays, text and clocks.  The parts: `door` refuses, `prefixes` and `requests` own their states, `admission` decides
+who starts, `batch` fills plans, `sequences` and `pages` account for memory.
+
+Plans may be ahead of results: `plan` may be called while earlier plans run, and results are committed in the order
+of the plans.  After a plan failed, those that were submitted behind it did not run; `amend` says what to run instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Callable
+
+from tinyloop_service.engine.api import Limits, Plan, StepResult
+from tinyloop_service.errors import (
+    DeviceLost,
+    EngineFault,
+    TinyLoopError,
+)
+from tinyloop_service.scheduler.admission import Admission
+from tinyloop_service.scheduler.batch import compose
+from tinyloop_service.scheduler.catalog import Catalog
+from tinyloop_service.scheduler.door import match_request
+from tinyloop_service.scheduler.draft import Draft, amended
+from tinyloop_service.scheduler.events import Event, PrefixChanged
+from tinyloop_service.scheduler.prefixes import (
+    Prefix,
+    PrefixStore,
+)
+from tinyloop_service.scheduler.requests import Counters, Request, Requests, RequestState
+from tinyloop_service.scheduler.sequences import Sequences
+from tinyloop_service.settings import SchedulerSettings
+from tinyloop_service.types import GenerationRequest, Load, PrefixState
+
+
+def _new_uid() -> str:
+    return uuid.uuid4().hex
+
+
+class Core:
+    """All state of the service but streams."""
+
+    def __init__(self, limits: Limits, settings: SchedulerSettings, *, new_uid: Callable[[], str] = _new_uid) -> None:
+        self.limits = limits
+        self._settings = settings
+        self._events: list[Event] = []
+        self._sequences = Sequences(limits)
+        self._prefixes = PrefixStore(self._sequences, new_uid)
+        self._requests = Requests(self._sequences, self._prefixes, self._events)
+        self._admission = Admission(self._sequences, self._prefixes, self._requests, settings)
+        self.catalog = Catalog(limits, self._prefixes, self._admission)
+        self._next_plan = 1
+        self._lost_device = False
+
+    # ---- generation
+
+    def submit(self, spec: GenerationRequest, now_ns: int) -> int:
+        """Queue a request; its id.  The name is resolved here, once."""
+        self._admission.check_open()
+        prefix = self._look_up_for_use(spec, now_ns)
+        loops, window = match_request(spec, prefix, self.limits)
+        request = Request(self._admission.take_order(), spec, prefix, loops, window, now_ns)
+        self._admission.check_request_possible(request)
+        self._admission.check_queue()
+        self._requests.submit(request)
+        self._admission.add(request.order, request, now_ns)
+        return request.order
+
+    def cancel(self, request: int) -> None:
+        """The row leaves at the next plan; unknown and finished ones are ignored."""
+        self._requests.cancel(request)
+        self._admission.remove(request)
+
+    def finish(self, request: int, choice: int) -> None:
+        """A stop was found in the text of a choice."""
+        self._requests.finish(request, choice)
+
+    # ---- plan, commit, fail
+
+    def plan(self, now_ns: int) -> Plan | None:
+        """The next unit of work, or None when there is nothing to do before a result or a call."""
+        if self._lost_device:
+            return None
+        self._prefixes.expire(now_ns)
+        draft = Draft(self._sequences)
+        self._admission.admit(draft, now_ns)
+        self._settle_refused()
+        compose(draft, self._sequences, self._requests, self.limits, self._settings, bool(len(self._admission)))
+        if draft.is_empty and not self._sequences.has_closing:
+            return None
+        plan = draft.build(self._next_plan)
+        self._next_plan += 1
+        return plan
+
+    def commit(self, plan: Plan, result: StepResult, now_ns: int) -> None:
+        """Apply what the engine answered.  Rows that ended in the meantime are dropped here."""
+        for prefill in plan.prefill:
+            prefix = self._prefixes.building.get(prefill.seq)
+            if prefix is not None:
+                self._prefixes.progress(prefix, len(prefill.tokens), now_ns)
+        for output in result.rows:
+            self._requests.sampled(output, now_ns)
+
+    def fail(self, plan: Plan, error: EngineFault) -> None:
+        """The plan met a fault: what it named is lost, and what hangs from that.  The rest lives."""
+        self._sequences.repeat(plan)
+        lost = self._sequences.hanging_from(plan.sequences())
+        for seq in lost:
+            request = self._requests.owner_of(seq)
+            if request is not None:
+                self._requests.fail(request, copy.copy(error))
+        gone = [prefix for prefix in self._prefixes if prefix.sequence is not None and prefix.sequence.id in lost]
+        for prefix in sorted(gone, key=lambda p: -len(p.chain())):  # children before their parents
+            if prefix.state is PrefixState.BUILDING:
+                self._fail_build(prefix, error)
+            elif prefix.state is PrefixState.READY:
+                self._prefixes.evict(prefix)
+
+    def amend(self, plan: Plan) -> Plan:
+        """What to run in place of a plan that was submitted behind one that failed: the same without the lost."""
+        return amended(plan, self._sequences)
+
+    def lose(self, error: DeviceLost) -> None:
+        """No engine any more: everything ends, and `plan` has nothing to say."""
+        self._lost_device = True
+        self.abort(error)
+
+    def abort(self, error: TinyLoopError) -> None:
+        """Everything ends with this error, and nothing new is taken."""
+        self.refuse(error)
+        for request in self._requests.live():
+            self._requests.fail(request, copy.copy(error))
+        for prefix in sorted(self._prefixes, key=lambda p: -len(p.chain())):
+            if prefix.state is PrefixState.BUILDING:
+                self._fail_build(prefix, error)
+
+    def refuse(self, error: TinyLoopError) -> None:
+        """From now on new requests and builds get this error; what was taken goes on."""
+        self._admission.refusal = error
+
+    # ---- what is going on
+
+    def take_events(self) -> list[Event]:
+        events = [*self._events, *(PrefixChanged(uid) for uid in self._prefixes.take_changed())]
+        self._events.clear()
+        return events
+
+    @property
+    def is_idle(self) -> bool:
+        """No request lives and no build is wanted."""
+        return not len(self._requests) and all(p.state is not PrefixState.BUILDING for p in self._prefixes)
+
+    @property
+    def next_expiry_ns(self) -> int | None:
+        return self._prefixes.next_expiry_ns
+
+    @property
+    def counters(self) -> Counters:
+        return self._requests.counters
+
+    def load(self) -> Load:
+        pool = self._sequences.pool
+        states = [prefix.state for prefix in self._prefixes]
+        stored = sum(pool.stored(prefix.sequence.id) for prefix in self._prefixes if prefix.sequence is not None)
+        waiting = sum(request.state is RequestState.QUEUED for request in self._requests.live())
+        return Load(
+            rows_running=self._requests.num_rows,
+            requests_waiting=waiting,
+            pages_total=pool.num_pages,
+            pages_free=pool.free,
+            pages_prefixes=stored,
+            pages_requests=pool.num_pages - pool.free - stored - pool.num_active,
+            pages_active=pool.num_active,
+            page_bytes=self.limits.page_bytes,
+            prefixes_ready=states.count(PrefixState.READY),
+            prefixes_building=states.count(PrefixState.BUILDING),
+            prefixes_evicted=states.count(PrefixState.EVICTED),
+            accepting=self._admission.refusal is None,
+        )
+
+    def check(self) -> None:
+        """Everything that must hold between any two calls; for tests, debug and after a drain."""
+        self._sequences.check()
+        self._prefixes.check()
+        self._requests.check()
+        self._check_users()
+        if self.is_idle:
+            load = self.load()
+            assert load.pages_requests == 0, f"{load.pages_requests} pages held at idle by no prefix"
+
+    # ---- helpers
+
+    def _check_users(self) -> None:
+        users: dict[str, int] = {}
+        readers = [r.prefix for r in self._requests.live() if r.state is RequestState.RUNNING and r.prefix is not None]
+        readers += [p.recipe.parent for p in self._prefixes.building.values() if p.recipe.parent is not None]
+        for reader in readers:
+            for member in reader.chain():
+                users[member.uid] = users.get(member.uid, 0) + 1
+        for prefix in self._prefixes:
+            assert prefix.users == users.get(prefix.uid, 0), f"prefix {prefix.uid}: users miscounted"
+            assert not prefix.users or prefix.state is PrefixState.READY, f"prefix {prefix.uid} is read without pages"
+
+    def _look_up_for_use(self, spec: GenerationRequest, now_ns: int) -> Prefix | None:
+        if spec.prefix is None and spec.prefix_uid is None:
+            return None
+        self._prefixes.expire(now_ns)
+        if spec.prefix is not None:
+            prefix = self._prefixes.look_up(spec.tenant, spec.prefix)
+        else:
+            prefix = self._prefixes.look_up_uid(spec.tenant, spec.prefix_uid or "")
+        if prefix.state is PrefixState.FAILED:
+            raise EngineFault(
+                f"prefix {prefix.name or prefix.uid!r} could not be built: {prefix.error}; create it again"
+            )
+        return prefix
+
+    def _settle_refused(self) -> None:
+        for job, error in self._admission.refused:
+            if isinstance(job, Request):
+                self._requests.fail(job, error)
+            else:
+                self._fail_build(job, error)
+        self._admission.refused.clear()
+
+    def _fail_build(self, prefix: Prefix, error: TinyLoopError) -> None:
+        """All who wait for it get the error: creates, queued requests, and builds below it with theirs."""
+        children, queued = list(prefix.children.values()), list(prefix.queued)
+        if prefix.state is PrefixState.BUILDING:
+            self._prefixes.fail_build(prefix, copy.copy(error))
+        for child in children:
+            if child.is_wanted():
+                self._fail_build(child, error)
+        for order in queued:
+            request = self._requests.peek(order)
+            assert request is not None
+            self._requests.fail(request, copy.copy(error))
+            self._admission.remove(order)

@@ -1,0 +1,46 @@
+"""What the core tells the loop: values only, in the order in which they happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.types import FinishReason, TokenIds, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    request: int
+    cached_tokens: int
+    prompt_tokens: int
+    queue_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """New tokens of one choice, EOS cut off; `reason` ends it."""
+
+    request: int
+    choice: int
+    tokens: TokenIds
+    logprobs: tuple[TokenLogprob, ...]
+    reason: FinishReason | None
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The whole request ended with an error."""
+
+    request: int
+    error: TinyLoopError
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChanged:
+    """Its state, progress or lifetime changed, or it is gone."""
+
+    uid: str
+
+
+Event = Admitted | Sampled | Failed | PrefixChanged

@@ -1,0 +1,392 @@
+"""The scheduler: an asyncio shell around the pure core, and the facade that everything above it calls.
+
+In: definitions, requests, names.  Out: snapshots, streams, errors.  It refuses to decide anything: the core does, and
+this file carries plans to the engine's thread and results back.
+
+    callers ──► core ──plan──► engine thread ──result──► core ──events──► streams, waiters, watchers
+
+All of it runs on one event loop, except `_step`, which alone runs on the engine's thread.  Times are nanoseconds
+since the Unix epoch, by one clock that never goes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from tinyloop_service.engine.api import Engine, Plan, StepResult
+from tinyloop_service.errors import DeviceLost, Draining, EngineFault, ModelClosed, PrefixNotFound
+from tinyloop_service.scheduler.catalog import Catalog
+from tinyloop_service.scheduler.core import Core
+from tinyloop_service.scheduler.events import Admitted, Event, Failed, PrefixChanged, Sampled
+from tinyloop_service.scheduler.prefixes import UNCHANGED, Unchanged
+from tinyloop_service.scheduler.requests import Counters
+from tinyloop_service.scheduler.stream import Stream
+from tinyloop_service.settings import SchedulerSettings
+from tinyloop_service.text import Tokenizer
+from tinyloop_service.types import GenerationRequest, Load, PrefixDefinition, PrefixInfo, PrefixState
+
+__all__ = ["UNCHANGED", "Scheduler", "Unchanged"]
+
+_log = structlog.get_logger(__name__)
+_Flight = tuple[Plan, asyncio.Future[StepResult]]
+
+
+class _NotRun(Exception):
+    """The plan was behind one that failed."""
+
+
+class Scheduler:
+    """Owns the engine from `start` to `close`.  Not thread-safe: call it from its event loop."""
+
+    def __init__(self, engine: Engine, settings: SchedulerSettings, *, tokenizer: Tokenizer | None = None) -> None:
+        self.limits = engine.limits
+        self.tokenizer = tokenizer
+        self.engine_name = engine.name
+        self.fault: DeviceLost | None = None
+        self._engine = engine
+        self._settings = settings
+        self._core = Core(engine.limits, settings)
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._step_failed = False  # set on the engine's thread; until it is cleared here, plans are not run
+        self._in_flight: deque[_Flight] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._faulted = asyncio.Event()
+        self._is_draining = self._is_closed = False
+        self._streams: dict[int, Stream] = {}
+        self._waiters: dict[str, set[asyncio.Future[PrefixInfo]]] = {}
+        self._watchers: dict[str, set[asyncio.Event]] = {}
+
+    # ---- lifetime
+
+    async def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse what is new; return when all that was taken has ended, or after `grace_s`."""
+        self._core.refuse(Draining("the server is draining; try another replica"))
+        self._is_draining = True
+        self._wake.set()
+        try:
+            await asyncio.wait_for(self._drained.wait(), grace_s)
+            self._core.check()
+        except TimeoutError:
+            _log.warning("drain ran out of time", requests=len(self._streams))
+
+    async def close(self) -> None:
+        """End everything with ModelClosed, then stop."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        # 1. nothing new comes in, and every stream and waiter hears of it
+        self._core.refuse(ModelClosed())
+        if self.fault is None:
+            self._core.abort(ModelClosed())
+        self._changed()
+        # 2. the loop lets the plans in flight finish, for a step cannot be interrupted
+        if self._task is not None:
+            await self._task
+        # 3. the engine closes on the thread that ran it, which ends
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.close)
+        self._thread.shutdown()
+
+    async def wait_fault(self) -> None:
+        """Return when the device is lost."""
+        await self._faulted.wait()
+
+    # ---- prefixes
+
+    async def create_prefix(
+        self,
+        definition: PrefixDefinition,
+        *,
+        tenant: str = "",
+        name: str | None = None,
+        expire_time_ns: int | None = None,
+        pinned: bool = False,
+        wait: bool = True,
+        detached: bool = False,
+    ) -> PrefixInfo:
+        """The prefix, READY; with `wait` False as it is now.
+
+        Who is cancelled while waiting leaves; the last one ends the build unless it is `detached` or was asked for
+        without waiting.  Without a name the prefix is held by its uid until `release_prefix`.
+        """
+        uid = self._catalog.create(
+            definition,
+            tenant=tenant,
+            name=name,
+            expire_time_ns=expire_time_ns,
+            pinned=pinned,
+            wait=wait,
+            detached=detached,
+            now_ns=self._now_ns(),
+        )
+        self._changed()
+        info = self._peek(uid)
+        if not wait or info.state is not PrefixState.BUILDING:
+            return info
+        try:
+            return await self._built(uid)
+        except BaseException:
+            if name is None:  # nobody will know its uid
+                self.release_prefix(uid)
+            raise
+
+    def validate_prefix(
+        self,
+        definition: PrefixDefinition,
+        *,
+        tenant: str = "",
+        name: str | None = None,
+        expire_time_ns: int | None = None,
+        pinned: bool = False,
+    ) -> PrefixInfo:
+        """What `create_prefix` would refuse, or what it would make (with an empty uid), without work."""
+        return self._catalog.preview(definition, tenant, name, expire_time_ns, pinned, self._now_ns())
+
+    def get_prefix(self, name: str, *, tenant: str = "") -> PrefixInfo:
+        return self._catalog.get(tenant, name, self._now_ns())
+
+    def list_prefixes(self, *, tenant: str = "") -> list[PrefixInfo]:
+        """All named ones, by name."""
+        return self._catalog.named(tenant, self._now_ns())
+
+    def update_prefix(
+        self,
+        name: str,
+        *,
+        tenant: str = "",
+        expire_time_ns: int | Unchanged | None = UNCHANGED,
+        pinned: bool | Unchanged = UNCHANGED,
+        etag: str | None = None,
+    ) -> PrefixInfo:
+        info = self._catalog.update(tenant, name, expire_time_ns, pinned, etag, self._now_ns())
+        self._changed()
+        return info
+
+    def delete_prefix(self, name: str, *, tenant: str = "", etag: str | None = None) -> None:
+        """The name ends at once; what runs on it finishes."""
+        self._catalog.delete(tenant, name, etag, self._now_ns())
+        self._changed()
+
+    def release_prefix(self, uid: str) -> None:
+        """Let go of a nameless prefix; unknown uids are ignored."""
+        self._core.catalog.release(uid)
+        self._changed()
+
+    async def watch_prefix(self, name: str, *, tenant: str = "") -> AsyncIterator[PrefixInfo]:
+        """Its state now and after every change, several at a time as one; ends with READY or FAILED.  Raises
+        PrefixNotFound, PrefixExpired when the name ends."""
+        info = self.get_prefix(name, tenant=tenant)
+        changed = asyncio.Event()
+        watchers = self._watchers.setdefault(info.uid, set())
+        watchers.add(changed)
+        try:
+            yield info
+            while info.state not in (PrefixState.READY, PrefixState.FAILED):
+                await changed.wait()
+                changed.clear()
+                before, info = info, self.get_prefix(name, tenant=tenant)
+                if info.uid != before.uid:
+                    raise PrefixNotFound(f"prefix {name!r} was deleted, and made again since")
+                if info != before:
+                    yield info
+        finally:
+            watchers.discard(changed)
+            if not watchers:
+                self._watchers.pop(info.uid, None)
+
+    # ---- generation
+
+    def generate(self, request: GenerationRequest) -> Stream:
+        """Queue it; refusals are raised here, before any work."""
+        now_ns = self._now_ns()
+        stream = Stream(request, now_ns, self, self.tokenizer)
+        stream.request = self._core.submit(request, now_ns)
+        self._streams[stream.request] = stream
+        self._changed()
+        return stream
+
+    def cancel(self, request: int) -> None:
+        """What Stream.leave calls."""
+        self._core.cancel(request)
+        self._streams.pop(request, None)
+        self._changed()
+
+    def load(self) -> Load:
+        return self._core.load()
+
+    @property
+    def counters(self) -> Counters:
+        """Token counts since the start; read only."""
+        return self._core.counters
+
+    # ---- the loop
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._submit_plans()
+                if self._in_flight:
+                    await self._settle(*self._in_flight.popleft())
+                elif self._is_closed:
+                    return
+                else:
+                    await self._sleep()
+        except Exception:  # a bug of ours: nobody must hang
+            _log.exception("the scheduler's loop failed")
+            self._give_up(DeviceLost("the scheduler failed; the process must be started again"))
+
+    def _submit_plans(self) -> None:
+        while not self._step_failed and len(self._in_flight) < self._settings.plans_in_flight:
+            plan = self._core.plan(self._now_ns())
+            self._deliver()
+            if plan is None:
+                return
+            self._submit(plan)
+
+    def _submit(self, plan: Plan) -> None:
+        self._in_flight.append((plan, asyncio.get_running_loop().run_in_executor(self._thread, self._step, plan)))
+
+    def _step(self, plan: Plan) -> StepResult:
+        if self._step_failed:
+            raise _NotRun
+        try:
+            return self._engine.step(plan)
+        except BaseException:
+            self._step_failed = True
+            raise
+
+    async def _settle(self, plan: Plan, future: asyncio.Future[StepResult]) -> None:
+        try:
+            result = await future
+        except _NotRun:
+            self._step_failed = False
+            if self.fault is None:
+                self._submit(self._core.amend(plan))
+            return
+        except Exception as error:
+            self._fail(plan, error)
+        else:
+            self._core.commit(plan, result, self._now_ns())
+        self._deliver()
+
+    def _fail(self, plan: Plan, error: Exception) -> None:
+        self._step_failed = bool(self._in_flight)  # the plan behind it was not run; it clears this
+        if isinstance(error, DeviceLost):
+            _log.error("device lost", plan=plan.number)
+            self._lose(error)
+            return
+        if not isinstance(error, EngineFault):
+            _log.error("unexpected error in an engine step", plan=plan.number, exc_info=error)
+            error = EngineFault("the engine failed in a step; the request may be tried again")
+        self._core.fail(plan, error)
+
+    def _lose(self, error: DeviceLost) -> None:
+        self.fault = error
+        self._core.lose(error)
+        self._deliver()
+        self._faulted.set()
+
+    def _give_up(self, error: DeviceLost) -> None:
+        """The core cannot be trusted any more; tell everybody without it."""
+        self.fault = error
+        self._core.refuse(error)
+        for stream in self._streams.values():
+            stream.deliver_error(copy.copy(error))
+        for waiter in [waiter for waiters in self._waiters.values() for waiter in waiters]:
+            if not waiter.done():
+                waiter.set_exception(copy.copy(error))
+        self._streams.clear()
+        self._waiters.clear()
+        self._faulted.set()
+
+    async def _sleep(self) -> None:
+        """Until somebody calls, or a prefix expires."""
+        if self._is_draining and self._core.is_idle:
+            self._drained.set()
+        expiry_ns = self._core.next_expiry_ns
+        timer = None
+        if expiry_ns is not None:
+            delay_s = max(0.0, (expiry_ns - self._now_ns()) / 1e9)
+            timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
+        try:
+            await self._wake.wait()
+            self._wake.clear()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    # ---- delivery
+
+    def _changed(self) -> None:
+        self._deliver()
+        self._wake.set()
+
+    def _deliver(self) -> None:
+        for event in self._core.take_events():
+            if isinstance(event, PrefixChanged):
+                self._tell_prefix(event.uid)
+            elif (stream := self._streams.get(event.request)) is not None:
+                self._tell_stream(stream, event)
+
+    def _tell_stream(self, stream: Stream, event: Event) -> None:
+        if isinstance(event, Sampled):
+            if stream.deliver_tokens(event):
+                self._core.finish(event.request, event.choice)
+        elif isinstance(event, Admitted):
+            stream.deliver_start(event)
+        elif isinstance(event, Failed):
+            stream.deliver_error(event.error)
+        if stream.is_over:
+            del self._streams[stream.request]
+
+    def _tell_prefix(self, uid: str) -> None:
+        for watcher in self._watchers.get(uid, ()):
+            watcher.set()
+        if uid not in self._waiters or self._core.catalog.outcome(uid) is None:
+            return
+        for waiter in self._waiters.pop(uid):
+            outcome = self._core.catalog.outcome(uid)  # each its own error
+            if waiter.done():
+                continue
+            if isinstance(outcome, PrefixInfo):
+                waiter.set_result(outcome)
+            elif outcome is not None:
+                waiter.set_exception(outcome)
+
+    async def _built(self, uid: str) -> PrefixInfo:
+        """Wait for the end of a build."""
+        waiter: asyncio.Future[PrefixInfo] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(uid, set()).add(waiter)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter in self._waiters.get(uid, ()):  # else the build has ended at the same moment
+                self._waiters[uid].discard(waiter)
+                self._core.catalog.leave(uid)
+            raise
+
+    def _peek(self, uid: str) -> PrefixInfo:
+        info = self._core.catalog.peek(uid)
+        assert info is not None, "a prefix that was just made is gone"
+        return info
+
+    @property
+    def _catalog(self) -> Catalog:
+        if self._is_closed:
+            raise ModelClosed
+        return self._core.catalog
+
+    def _now_ns(self) -> int:
+        return self._epoch_ns + time.monotonic_ns()

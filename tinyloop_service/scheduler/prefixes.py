@@ -1,0 +1,388 @@
+"""Prefixes: names, states, lifetimes, and who holds what.
+
+In: definitions that were checked at the door, times, and the fate of builds.  Out: records, snapshots, errors of
+look-up.  It refuses to know queues, streams and how a build is planned.
+
+    create ──► BUILDING ──built──► READY ──evicted, lost──► EVICTED
+                  │  ▲                                          │
+                  │  └───────────────next use, create───────────┤
+                  ├──fault, never built before──► FAILED        │
+                  ├──fault, unwanted; built before──────────────┘
+                  └──unwanted, never built before──► gone
+
+A record lives while a name, a handle, a waiting create, a request or a child record holds it; its pages live while it
+is READY or being built.  Only delete and expiry end a name.  FAILED keeps its name until the next create.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tinyloop_service.engine.api import Limits, SequenceId
+from tinyloop_service.errors import EtagMismatch, PrefixExpired, PrefixNotFound, TinyLoopError
+from tinyloop_service.scheduler.sequences import Extent, Sequence, Sequences
+from tinyloop_service.types import PrefixInfo, PrefixState, TokenIds
+
+MAX_REMEMBERED_EXPIRIES = 4096
+
+
+class Unchanged(Enum):
+    """An update's field that stays as it is."""
+
+    UNCHANGED = "unchanged"
+
+
+UNCHANGED = Unchanged.UNCHANGED
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a prefix is made of, with every default filled in."""
+
+    tokens: TokenIds  # the whole input, the parent's included
+    extent: Extent
+    parent: Prefix | None
+    parent_name: str | None
+    content_sha256: str
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """One record.  Mutable, and only this module and the core's passes over it write to it."""
+
+    uid: str
+    tenant: str
+    name: str | None
+    recipe: Recipe
+    create_time_ns: int
+    last_use_time_ns: int
+    pinned: bool = False
+    expire_time_ns: int | None = None
+    revision: int = 1
+    use_count: int = 0
+    state: PrefixState = PrefixState.BUILDING
+    error: TinyLoopError | None = None
+    build_ns: int = 0
+    build_start_ns: int = 0
+    tokens_built: int = 0
+    was_ready: bool = False
+    sequence: Sequence | None = None
+    active: bool = False
+    # who holds it
+    handles: int = 0
+    waiters: int = 0  # creates that await its build
+    detached: bool = False  # the build goes on by itself
+    requests: int = 0  # queued or running
+    queued: dict[int, None] = field(default_factory=dict)  # arrival orders of queued requests, oldest first
+    wanted_order: int | None = None  # arrival order of a create that waits for admission
+    children: dict[str, Prefix] = field(default_factory=dict)  # by uid
+    users: int = 0  # running requests and running builds that read it
+
+    def chain(self) -> list[Prefix]:
+        """From the root down to this one."""
+        chain = [self]
+        while (parent := chain[-1].recipe.parent) is not None:
+            chain.append(parent)
+        return chain[::-1]
+
+    @property
+    def etag(self) -> str:
+        return f"{self.uid}-{self.revision}"
+
+    @property
+    def is_held(self) -> bool:
+        return bool(self.name is not None or self.handles or self.waiters or self.requests or self.children)
+
+    def is_wanted(self) -> bool:
+        """Somebody waits for its pages."""
+        if self.waiters or self.detached or self.queued:
+            return True
+        return any(child.is_wanted() for child in self.children.values())
+
+    def oldest_demand(self) -> float:
+        """Arrival order of the oldest who waits for it or for something below it; infinity for nobody."""
+        own = next(iter(self.queued), self.wanted_order)
+        if own is not None and self.wanted_order is not None:
+            own = min(own, self.wanted_order)
+        orders = [child.oldest_demand() for child in self.children.values()]
+        return min(orders, default=float("inf")) if own is None else min([own, *orders])
+
+
+class PrefixStore:
+    """Every record by name and by uid."""
+
+    def __init__(self, sequences: Sequences, new_uid: Callable[[], str]) -> None:
+        self._sequences = sequences
+        self._limits: Limits = sequences.limits
+        self._new_uid = new_uid
+        self._names: dict[tuple[str, str], Prefix] = {}
+        self._by_uid: dict[str, Prefix] = {}
+        self._expiries: list[tuple[int, str]] = []
+        self._expired: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self.building: dict[SequenceId, Prefix] = {}
+        self.changed: dict[str, None] = {}  # uids to report, in order
+
+    def __iter__(self) -> Iterator[Prefix]:
+        return iter(self._by_uid.values())
+
+    # ---- look-up
+
+    def look_up(self, tenant: str, name: str) -> Prefix:
+        """The live prefix of that name; the caller has expired what is due."""
+        prefix = self._names.get((tenant, name))
+        if prefix is not None:
+            return prefix
+        if (tenant, name) in self._expired:
+            raise PrefixExpired(f"prefix {name!r} has expired; create it again")
+        raise PrefixNotFound(f"no prefix {name!r}; create it first")
+
+    def look_up_uid(self, tenant: str, uid: str) -> Prefix:
+        prefix = self.peek_uid(uid)
+        if prefix is None or prefix.tenant != tenant:
+            raise PrefixNotFound(f"no prefix with uid {uid!r}: it was released or never made")
+        return prefix
+
+    def peek(self, tenant: str, name: str) -> Prefix | None:
+        return self._names.get((tenant, name))
+
+    def peek_uid(self, uid: str) -> Prefix | None:
+        return self._by_uid.get(uid)
+
+    def named(self, tenant: str) -> list[Prefix]:
+        """All of a tenant's, by name."""
+        return [prefix for (owner, _), prefix in sorted(self._names.items(), key=lambda i: i[0]) if owner == tenant]
+
+    def info(self, prefix: Prefix) -> PrefixInfo:
+        return snapshot(prefix, self._limits)
+
+    # ---- names and lifetimes
+
+    def add(self, tenant: str, name: str | None, recipe: Recipe, now_ns: int) -> Prefix:
+        """A new record in BUILDING; without a name it is held by one handle."""
+        prefix = Prefix(self._new_uid(), tenant, name, recipe, now_ns, now_ns)
+        self._by_uid[prefix.uid] = prefix
+        if recipe.parent is not None:
+            recipe.parent.children[prefix.uid] = prefix
+            for member in recipe.parent.chain():  # so that a parent was never used longer ago than its child
+                member.last_use_time_ns = now_ns
+        if name is None:
+            prefix.handles = 1
+        else:
+            assert (tenant, name) not in self._names, f"{name} is taken"
+            self._names[tenant, name] = prefix
+            self._expired.pop((tenant, name), None)
+        self.changed[prefix.uid] = None
+        return prefix
+
+    def set_lifetime(self, prefix: Prefix, expire_time_ns: int | None, pinned: bool) -> None:
+        """A new ttl and pin; the etag changes even when they are the old ones."""
+        prefix.expire_time_ns, prefix.pinned = expire_time_ns, pinned
+        prefix.revision += 1
+        if expire_time_ns is not None:
+            heapq.heappush(self._expiries, (expire_time_ns, prefix.uid))
+        self.changed[prefix.uid] = None
+
+    @staticmethod
+    def check_etag(prefix: Prefix, etag: str | None) -> None:
+        if etag is not None and etag != prefix.etag:
+            raise EtagMismatch(f"etag {etag!r} is stale: the prefix changed; read it again")
+
+    def expire(self, now_ns: int) -> list[Prefix]:
+        """End the names and handles whose time has come."""
+        ended = []
+        while self._expiries and self._expiries[0][0] <= now_ns:
+            time_ns, uid = heapq.heappop(self._expiries)
+            prefix = self._by_uid.get(uid)
+            if prefix is None or prefix.expire_time_ns != time_ns or not (prefix.name is not None or prefix.handles):
+                continue
+            if prefix.name is not None:
+                self._expired[prefix.tenant, prefix.name] = None
+                if len(self._expired) > MAX_REMEMBERED_EXPIRIES:
+                    self._expired.popitem(last=False)
+            ended.append(prefix)
+            self.end_name(prefix)
+        return ended
+
+    @property
+    def next_expiry_ns(self) -> int | None:
+        return self._expiries[0][0] if self._expiries else None
+
+    def end_name(self, prefix: Prefix) -> None:
+        """Name and handles are gone; what runs on it goes on.  A build goes on only if somebody else wants it."""
+        if prefix.name is not None:
+            del self._names[prefix.tenant, prefix.name]
+        prefix.name, prefix.handles, prefix.pinned = None, 0, False
+        prefix.waiters, prefix.detached = 0, False
+        self.changed[prefix.uid] = None
+        self.settle(prefix)
+
+    def settle(self, prefix: Prefix) -> None:
+        """After somebody let go: end a build that nobody wants, and the record if nobody holds it."""
+        if prefix.state is PrefixState.BUILDING and not prefix.is_wanted():
+            self._abandon_build(prefix)
+        if not prefix.is_held and prefix.uid in self._by_uid:
+            self.drop_pages(prefix)
+            del self._by_uid[prefix.uid]
+            self.changed[prefix.uid] = None
+            if prefix.recipe.parent is not None:
+                del prefix.recipe.parent.children[prefix.uid]
+        if prefix.recipe.parent is not None and prefix.recipe.parent.uid in self._by_uid:
+            self.settle(prefix.recipe.parent)
+
+    # ---- states
+
+    def ask_build(self, prefix: Prefix) -> None:
+        """It is to be built as soon as its turn comes."""
+        prefix.state, prefix.error = PrefixState.BUILDING, None
+        self.changed[prefix.uid] = None
+
+    def start_build(self, prefix: Prefix, now_ns: int) -> Sequence:
+        """Pages are reserved, it reads its parents, and its own active form is there from the start."""
+        parent = prefix.recipe.parent
+        sequence = self._sequences.create(parent.sequence if parent is not None else None, prefix.recipe.extent)
+        self.hold_active_form(prefix, sequence)
+        prefix.sequence, prefix.build_start_ns, prefix.tokens_built = sequence, now_ns, prefix.recipe.extent.start
+        prefix.state, prefix.error = PrefixState.BUILDING, None
+        self.building[sequence.id] = prefix
+        if parent is not None:
+            use(parent, +1)
+        self.changed[prefix.uid] = None
+        return sequence
+
+    def progress(self, prefix: Prefix, num_tokens: int, now_ns: int) -> None:
+        """A chunk of the build has run; after the last one the prefix is READY."""
+        prefix.tokens_built += num_tokens
+        if prefix.tokens_built == prefix.recipe.extent.end:
+            assert prefix.sequence is not None
+            self._leave_build(prefix)
+            prefix.state, prefix.was_ready = PrefixState.READY, True
+            prefix.waiters, prefix.detached = 0, False
+            prefix.build_ns = now_ns - prefix.build_start_ns
+        self.changed[prefix.uid] = None
+
+    def fail_build(self, prefix: Prefix, error: TinyLoopError) -> None:
+        """The build met a fault, queued or running.  What was READY once can be built again on its next use."""
+        self.drop_pages(prefix)
+        prefix.state = PrefixState.EVICTED if prefix.was_ready else PrefixState.FAILED
+        prefix.error, prefix.detached, prefix.waiters, prefix.wanted_order = error, False, 0, None
+        self.changed[prefix.uid] = None
+        self.settle(prefix)
+
+    def evict(self, prefix: Prefix) -> None:
+        """Pages go, the definition stays."""
+        self.drop_pages(prefix)
+        prefix.state = PrefixState.EVICTED
+        self.changed[prefix.uid] = None
+
+    def drop_pages(self, prefix: Prefix) -> None:
+        if prefix.sequence is None:
+            return
+        assert prefix.users == 0, f"prefix {prefix.uid} is in use"
+        if prefix.state is PrefixState.BUILDING:
+            self._leave_build(prefix)
+        self._sequences.close(prefix.sequence)
+        prefix.sequence, prefix.active, prefix.tokens_built = None, False, 0
+
+    def hold_active_form(self, prefix: Prefix, sequence: Sequence) -> bool:
+        """Count the active form; False if it was there or the engine reads the stored form."""
+        pages = prefix.recipe.extent.active_pages(self._limits)
+        if prefix.active or not pages:
+            return False
+        self._sequences.pool.hold_active(sequence.id, pages)
+        prefix.active = True
+        return True
+
+    def drop_active_form(self, prefix: Prefix) -> None:
+        assert prefix.active and prefix.sequence is not None and prefix.users == 0
+        self._sequences.pool.drop_active(prefix.sequence.id)
+        prefix.active = False
+
+    def take_changed(self) -> tuple[str, ...]:
+        changed = tuple(self.changed)
+        self.changed.clear()
+        return changed
+
+    def check(self) -> None:
+        """Names, holders and pages agree."""
+        for (tenant, name), prefix in self._names.items():
+            assert (prefix.tenant, prefix.name) == (tenant, name) and self._by_uid[prefix.uid] is prefix
+        for prefix in self:
+            assert prefix.is_held, f"prefix {prefix.uid} is held by nobody"
+            has_pages = prefix.sequence is not None
+            assert has_pages == (prefix.state is PrefixState.READY or prefix.sequence is not None)
+            assert not has_pages or prefix.state in (PrefixState.READY, PrefixState.BUILDING)
+            assert prefix.state is not PrefixState.BUILDING or prefix.is_wanted(), f"{prefix.uid}: an unwanted build"
+            assert len(prefix.queued) <= prefix.requests
+            parent = prefix.recipe.parent
+            assert parent is None or (parent.children[prefix.uid] is prefix and parent.uid in self._by_uid)
+            assert parent is None or not has_pages or parent.sequence is not None, "a child outlives its parent's pages"
+            if has_pages and prefix.state is PrefixState.READY:
+                held = self._sequences.pool.stored(prefix.sequence.id) if prefix.sequence is not None else 0
+                assert held == prefix.recipe.extent.final_pages(self._limits), f"{prefix.uid}: {held} pages held"
+        building = {p.uid for p in self if p.state is PrefixState.BUILDING and p.sequence is not None}
+        assert building == {p.uid for p in self.building.values()}
+
+    def _leave_build(self, prefix: Prefix) -> None:
+        assert prefix.sequence is not None
+        del self.building[prefix.sequence.id]
+        if prefix.recipe.parent is not None:
+            use(prefix.recipe.parent, -1)
+
+    def _abandon_build(self, prefix: Prefix) -> None:
+        self.drop_pages(prefix)
+        prefix.state, prefix.wanted_order = PrefixState.EVICTED, None
+        if not prefix.was_ready:
+            prefix.state, prefix.handles = PrefixState.FAILED, 0
+            if prefix.name is not None:
+                del self._names[prefix.tenant, prefix.name]
+                prefix.name = None
+        self.changed[prefix.uid] = None
+
+
+def use(prefix: Prefix, change: int) -> None:
+    """Somebody who reads it, and so all that it hangs from, starts (+1) or ends (−1)."""
+    for member in prefix.chain():
+        member.users += change
+        assert member.users >= 0
+
+
+def content_digest(tokens: TokenIds, extent: Extent, mode: str, parent: Prefix | None) -> str:
+    """SHA-256 over what a prefix is: depth, window, mode, its parent's digest, every token as eight bytes."""
+    parent_digest = parent.recipe.content_sha256 if parent is not None else "-"
+    digest = hashlib.sha256(f"{extent.loops}/{extent.window}/{mode}/{parent_digest}/".encode())
+    digest.update(array("q", tokens).tobytes())
+    return digest.hexdigest()
+
+
+def snapshot(prefix: Prefix, limits: Limits) -> PrefixInfo:
+    extent = prefix.recipe.extent
+    pages = [len(p.sequence.blocks) * p.sequence.num_layers if p.sequence is not None else 0 for p in prefix.chain()]
+    return PrefixInfo(
+        tenant=prefix.tenant,
+        name=prefix.name,
+        uid=prefix.uid,
+        etag=prefix.etag,
+        state=prefix.state,
+        tokens=prefix.recipe.tokens,
+        loops=extent.loops,
+        cache_window=extent.window,
+        cache_mode=limits.cache_mode,
+        parent=prefix.recipe.parent_name,
+        pinned=prefix.pinned,
+        size_bytes=pages[-1] * limits.page_bytes,
+        shared_bytes=sum(pages[:-1]) * limits.page_bytes,
+        content_sha256=prefix.recipe.content_sha256,
+        create_time_ns=prefix.create_time_ns,
+        expire_time_ns=prefix.expire_time_ns,
+        last_use_time_ns=prefix.last_use_time_ns,
+        use_count=prefix.use_count,
+        build_ns=prefix.build_ns,
+        tokens_built=prefix.tokens_built,
+        error=str(prefix.error) if prefix.error is not None else None,
+    )

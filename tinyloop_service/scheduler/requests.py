@@ -1,0 +1,345 @@
+"""Requests: every change of a request's state is in this file.
+
+In: admitted work, sampled tokens, ends of every kind.  Out: events for delivery.  It refuses to know how plans are
+composed, what a mailbox is, and what text is.
+
+A request has n rows, one per choice, each one sequence of the engine.  With n > 1 and tokens of its own it has a
+*trunk* too: a nameless sequence that is fed those tokens once, and from whose kept logits every row starts.
+
+    request   event               to         rows
+    –         submit              QUEUED     none yet
+    QUEUED    admit, no trunk     RUNNING    → FEED (tokens of its own) or → FIRST (empty suffix)
+    QUEUED    admit, trunk        RUNNING    → HELD
+    RUNNING   last chunk planned  RUNNING    FEED → DECODE; the trunk's: HELD → FIRST
+    RUNNING   first planned       RUNNING    FIRST → DECODE
+    RUNNING   steps planned       RUNNING    DECODE → DECODE; → SPENT when max_tokens are planned
+    RUNNING   EOS, max_tokens     RUNNING    FEED.. → DONE, seen when a result is committed
+    RUNNING   text stop           RUNNING    any → DONE, found in delivery, told by `finish`
+    RUNNING   last row DONE       DONE       all DONE
+    any       cancel, fail        DONE       all DONE
+
+Plans run ahead of results, so FEED … SPENT follow plans, DONE follows results.  A result for a row that is DONE is
+dropped.  A row that is DONE has given its pages back; the next plan closes its sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from tinyloop_service.engine.api import Limits, RowOutput, SequenceId
+from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.scheduler.events import Admitted, Event, Failed, Sampled
+from tinyloop_service.scheduler.prefixes import Prefix, PrefixStore, use
+from tinyloop_service.scheduler.sequences import Extent, Feed, Sequence, Sequences
+from tinyloop_service.types import FinishReason, GenerationRequest, PrefixState, Sampling, TokenIds
+
+
+class RequestState(Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+
+
+class RowPhase(Enum):
+    HELD = "held"  # waits for its trunk
+    FEED = "feed"  # prompt tokens to come
+    FIRST = "first"  # starts from its parent's kept logits
+    DECODE = "decode"
+    SPENT = "spent"  # every token it may have is planned
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One choice."""
+
+    request: Request
+    index: int
+    sequence: Sequence
+    phase: RowPhase
+    num_left: int  # tokens not planned yet
+    num_emitted: int = 0  # tokens committed
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One Generate call.  `order` is its id and its place in the order of arrival."""
+
+    order: int
+    spec: GenerationRequest
+    prefix: Prefix | None
+    loops: int
+    window: int
+    arrival_ns: int
+    state: RequestState = RequestState.QUEUED
+    trunk: Sequence | None = None
+    rows: list[Row] = field(default_factory=list)
+    cached_tokens: int = 0  # prompt tokens not computed on its behalf; lowered when a prefix is built for it
+
+    def __post_init__(self) -> None:
+        self.cached_tokens = self.prefix_len
+
+    @property
+    def prefix_len(self) -> int:
+        return self.prefix.recipe.extent.end if self.prefix is not None else 0
+
+    @property
+    def prompt_len(self) -> int:
+        return self.prefix_len + len(self.spec.tokens)
+
+    @property
+    def has_trunk(self) -> bool:
+        return self.spec.n > 1 and bool(self.spec.tokens)
+
+    def prompt(self) -> TokenIds:
+        """Every prompt token, where the engine needs them."""
+        if self.spec.sampling.repetition_penalty == 1.0:
+            return ()
+        return (self.prefix.recipe.tokens if self.prefix is not None else ()) + self.spec.tokens
+
+    def extents(self) -> list[Extent]:
+        """What it needs: the trunk if there is one, then n rows.  The last sampled token is never stored."""
+        start = self.prefix_len
+        end = self.prompt_len + self.spec.max_tokens - 1
+        if not self.has_trunk:
+            return [Extent(start, end, self.loops, self.window)] * self.spec.n
+        trunk = Extent(start, self.prompt_len, self.loops, self.window)
+        return [trunk, *[Extent(self.prompt_len, end, self.loops, self.window)] * self.spec.n]
+
+    def pages(self, limits: Limits) -> int:
+        """All pages it can come to hold, active forms included."""
+        return sum(extent.peak_pages(limits) + extent.active_pages(limits) for extent in self.extents())
+
+
+@dataclass(slots=True)
+class Counters:
+    """Token counts since the start.  hits + misses = prompt tokens of all admitted requests, each counted once."""
+
+    prompt_hits: int = 0
+    prompt_misses: int = 0
+    generated: int = 0
+
+
+class Requests:
+    """All requests that are not DONE, and their rows by sequence."""
+
+    def __init__(self, sequences: Sequences, prefixes: PrefixStore, events: list[Event]) -> None:
+        self._sequences = sequences
+        self._prefixes = prefixes
+        self._events = events
+        self._limits = sequences.limits
+        self._eos = frozenset(self._limits.eos_token_ids)
+        self._live: dict[int, Request] = {}
+        self._rows: dict[SequenceId, Row] = {}
+        self._trunks: dict[SequenceId, Request] = {}
+        self.starting: dict[SequenceId, Row] = {}  # rows in FIRST
+        self.decoding: dict[SequenceId, Row] = {}  # rows in DECODE
+        self.counters = Counters()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are admitted and not DONE."""
+        return len(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def peek(self, order: int) -> Request | None:
+        return self._live.get(order)
+
+    def live(self) -> list[Request]:
+        return list(self._live.values())
+
+    # ---- arrival and admission
+
+    def submit(self, request: Request) -> None:
+        self._live[request.order] = request
+        if request.prefix is not None:
+            request.prefix.requests += 1
+            request.prefix.queued[request.order] = None
+
+    def admit(self, request: Request, now_ns: int) -> None:
+        """Everything it can need is free: reserve it."""
+        assert request.state is RequestState.QUEUED
+        request.state = RequestState.RUNNING
+        parent = self._join_prefix(request, now_ns)
+        extents, spec = request.extents(), request.spec
+        if request.has_trunk:
+            request.trunk = parent = self._create(parent, extents.pop(0))
+            self._trunks[parent.id] = request
+            self._sequences.feed(Feed(parent, spec.tokens, request.order))
+        for index, extent in enumerate(extents):
+            self._add_row(request, index, self._create(parent, extent))
+        self.counters.prompt_hits += request.cached_tokens
+        self.counters.prompt_misses += request.prompt_len - request.cached_tokens
+        queue_ns = now_ns - request.arrival_ns
+        self._events.append(Admitted(request.order, request.cached_tokens, request.prompt_len, queue_ns))
+
+    def sampling(self, row: Row) -> Sampling:
+        """The request's sampling for this choice."""
+        sampling = row.request.spec.sampling
+        return replace(sampling, choice=row.index) if row.index else sampling
+
+    # ---- what was planned
+
+    def fed(self, seq: SequenceId) -> None:
+        """The last prompt token of a sequence is planned; a prefix's is none of ours."""
+        if (row := self._rows.get(seq)) is not None:
+            self._planned(row, 1)
+        if (request := self._trunks.get(seq)) is not None:
+            for row in request.rows:
+                if row.phase is RowPhase.HELD:
+                    row.phase = RowPhase.FIRST
+                    self.starting[row.sequence.id] = row
+
+    def started(self, row: Row) -> None:
+        """Its first token is planned, from kept logits."""
+        del self.starting[row.sequence.id]
+        self._planned(row, 1)
+
+    def stepped(self, row: Row, num_steps: int) -> None:
+        self._planned(row, num_steps)
+
+    def _planned(self, row: Row, num_tokens: int) -> None:
+        row.num_left -= num_tokens
+        assert row.num_left >= 0
+        if row.num_left == 0:
+            row.phase = RowPhase.SPENT
+            self.decoding.pop(row.sequence.id, None)
+        elif row.phase is not RowPhase.DECODE:
+            row.phase = RowPhase.DECODE
+            self.decoding[row.sequence.id] = row
+
+    # ---- what came back
+
+    def sampled(self, output: RowOutput, now_ns: int) -> None:
+        """Tokens of one row; those of a row that is DONE are dropped, and those from EOS on."""
+        row = self._rows.get(output.seq)
+        if row is None:
+            return
+        request, tokens, reason = row.request, output.tokens, None
+        if self._eos and not request.spec.stops.ignore_eos and not self._eos.isdisjoint(tokens):
+            tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self._eos)]
+            reason = FinishReason.EOS
+        row.num_emitted += len(tokens)
+        self.counters.generated += len(tokens)
+        if reason is None and row.num_emitted >= request.spec.max_tokens:
+            reason = FinishReason.LENGTH
+        logprobs = output.logprobs[: len(tokens)]
+        self._events.append(Sampled(request.order, row.index, tokens, logprobs, reason, now_ns))
+        if reason is not None:
+            self._end_row(row)
+
+    # ---- ends
+
+    def finish(self, order: int, choice: int) -> None:
+        """Delivery found a stop in the text of a choice, and has told the caller."""
+        request = self._live.get(order)
+        if request is not None and request.state is RequestState.RUNNING:
+            row = request.rows[choice]
+            if row.phase is not RowPhase.DONE:
+                self._end_row(row)
+
+    def cancel(self, order: int) -> None:
+        """Nobody listens any more.  Silent; a request that is DONE already stays so."""
+        request = self._live.get(order)
+        if request is not None:
+            self._end(request)
+
+    def fail(self, request: Request, error: TinyLoopError) -> None:
+        if request.state is not RequestState.DONE:
+            self._events.append(Failed(request.order, error))
+            self._end(request)
+
+    def owner_of(self, seq: SequenceId) -> Request | None:
+        row = self._rows.get(seq)
+        return row.request if row is not None else self._trunks.get(seq)
+
+    def _join_prefix(self, request: Request, now_ns: int) -> Sequence | None:
+        prefix = request.prefix
+        if prefix is None:
+            return None
+        assert prefix.state is PrefixState.READY
+        del prefix.queued[request.order]
+        use(prefix, +1)
+        prefix.use_count += 1
+        for member in prefix.chain():
+            member.last_use_time_ns = now_ns
+        return prefix.sequence
+
+    def _create(self, parent: Sequence | None, extent: Extent) -> Sequence:
+        sequence = self._sequences.create(parent, extent)
+        active = extent.active_pages(self._limits)
+        if active:  # a request's own form is active from open to close
+            self._sequences.pool.hold_active(sequence.id, active)
+        return sequence
+
+    def _add_row(self, request: Request, index: int, sequence: Sequence) -> None:
+        row = Row(request, index, sequence, RowPhase.HELD, request.spec.max_tokens)
+        request.rows.append(row)
+        self._rows[sequence.id] = row
+        if request.has_trunk:
+            return
+        if request.spec.tokens:
+            row.phase = RowPhase.FEED
+            feed = Feed(sequence, request.spec.tokens, request.order, self.sampling(row), request.prompt())
+            self._sequences.feed(feed)
+        else:
+            row.phase = RowPhase.FIRST
+            self.starting[sequence.id] = row
+
+    def _end_row(self, row: Row) -> None:
+        self._close_row(row)
+        if all(other.phase is RowPhase.DONE for other in row.request.rows):
+            self._end(row.request)
+
+    def _close_row(self, row: Row) -> None:
+        if row.phase is RowPhase.DONE:
+            return
+        row.phase = RowPhase.DONE
+        seq = row.sequence.id
+        del self._rows[seq]
+        self.starting.pop(seq, None)
+        self.decoding.pop(seq, None)
+        self._sequences.close(row.sequence)
+
+    def _end(self, request: Request) -> None:
+        was_running = request.state is RequestState.RUNNING
+        request.state = RequestState.DONE
+        del self._live[request.order]
+        for row in request.rows:
+            self._close_row(row)
+        if request.trunk is not None:
+            del self._trunks[request.trunk.id]
+            self._sequences.close(request.trunk)
+        self._leave_prefix(request, was_running)
+
+    def _leave_prefix(self, request: Request, was_running: bool) -> None:
+        prefix = request.prefix
+        if prefix is None:
+            return
+        prefix.requests -= 1
+        if was_running:
+            use(prefix, -1)
+        else:
+            del prefix.queued[request.order]
+        self._prefixes.settle(prefix)
+
+    def check(self) -> None:
+        """Phases, tables and sequences agree."""
+        for request in self._live.values():
+            assert request.state is not RequestState.DONE
+            assert bool(request.rows) == (request.state is RequestState.RUNNING)
+            for row in request.rows:
+                self._check_row(row)
+        assert all(row.request.order in self._live for row in self._rows.values()), "a row without its request"
+
+    def _check_row(self, row: Row) -> None:
+        seq, phase = row.sequence.id, row.phase
+        name = f"request {row.request.order}, choice {row.index}, {phase.value}"
+        assert (seq in self._rows) == (phase is not RowPhase.DONE) == (seq in self._sequences), name
+        assert (seq in self.starting) == (phase is RowPhase.FIRST), name
+        assert (seq in self.decoding) == (phase is RowPhase.DECODE), name
+        assert (seq in self._sequences.feeds) == (phase is RowPhase.FEED), name
+        assert row.num_emitted + row.num_left <= row.request.spec.max_tokens, name

@@ -1,0 +1,192 @@
+"""One request's stream: the mailbox between the scheduler and whoever reads.
+
+In: the core's events of one request.  Out: a tuple of everything that is pending, each time the reader asks: Started
+first, then one Delta per choice, then Completed per choice.  It refuses to know plans and pages.
+
+The mailbox is bounded by max_tokens, since what is pending of a choice is one growing Delta: a slow reader gets fewer,
+larger messages and never slows the batch.  Stops in text are found here, when tokens arrive and not when they are
+read, and are reported back to the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Protocol, Self
+
+from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.scheduler.events import Admitted, Sampled
+from tinyloop_service.text import OutputFilter, Piece, Tokenizer
+from tinyloop_service.types import (
+    Completed,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    Output,
+    Started,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+
+
+class Canceller(Protocol):
+    """What a stream asks of the scheduler."""
+
+    def cancel(self, request: int) -> None: ...
+
+
+class _Choice:
+    """What is pending of one choice."""
+
+    __slots__ = ("completed", "filter", "first_index", "first_ns", "ids", "index", "is_over", "logprobs", "text")
+
+    def __init__(self, index: int, output_filter: OutputFilter) -> None:
+        self.index = index
+        self.filter = output_filter
+        self.ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.text: list[str] = []
+        self.first_index = 0
+        self.first_ns = 0  # when its first token came; 0 before
+        self.is_over = False
+        self.completed: Completed | None = None
+
+    def add(self, piece: Piece) -> None:
+        if not self.ids:
+            self.first_index = piece.first_index
+        self.ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        if piece.text:
+            self.text.append(piece.text)
+
+    def take_delta(self) -> Delta | None:
+        if not (self.ids or self.text):
+            return None
+        delta = Delta(self.index, tuple(self.ids), "".join(self.text), tuple(self.logprobs), self.first_index)
+        self.first_index += len(self.ids)
+        self.ids, self.logprobs, self.text = [], [], []
+        return delta
+
+
+class Stream:
+    """Async context manager and iterator.  Leaving the context cancels what is unfinished.
+
+    Iteration yields non-empty tuples of `Started | Delta | Completed` and ends after the last choice completed; it
+    raises the request's error, after what was pending.
+    """
+
+    def __init__(
+        self, spec: GenerationRequest, arrival_ns: int, scheduler: Canceller, tokenizer: Tokenizer | None
+    ) -> None:
+        """Raises InvalidArgument for string stops without a tokenizer."""
+        self.request = 0  # the core's id, once it has taken the request
+        self._spec = spec
+        self._arrival_ns = arrival_ns
+        self._scheduler = scheduler
+        self._choices = [
+            _Choice(index, OutputFilter(spec.stops, tokenizer, want_text=spec.want_text)) for index in range(spec.n)
+        ]
+        self._num_open = spec.n
+        self._started: Started | None = None
+        self._prompt_tokens = self._cached_tokens = self._queue_ns = 0
+        self._error: TinyLoopError | None = None
+        self._pending = False
+        self._is_left = False
+        self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will arrive."""
+        return self._num_open == 0 or self._error is not None or self._is_left
+
+    # ---- the scheduler's side
+
+    def deliver_start(self, event: Admitted) -> None:
+        self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens
+        self._queue_ns = event.queue_ns
+        seed = self._spec.sampling.seed
+        self._started = Started(event.cached_tokens, event.prompt_tokens, event.queue_ns, seed)
+        self._wake()
+
+    def deliver_tokens(self, event: Sampled) -> bool:
+        """True if a stop ended the choice here, which the core does not know yet."""
+        choice = self._choices[event.choice]
+        if choice.is_over:
+            return False
+        choice.first_ns = choice.first_ns or event.time_ns
+        piece = choice.filter.feed(event.tokens, event.logprobs)
+        choice.add(piece)
+        reason = FinishReason.STOP if choice.filter.stopped else event.reason
+        if reason is not None:
+            self._complete(choice, reason, event.time_ns)
+        if piece or reason is not None:
+            self._wake()
+        return reason is not None and event.reason is None
+
+    def deliver_error(self, error: TinyLoopError) -> None:
+        self._error = error
+        self._wake_reader()
+
+    # ---- the reader's side
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[Output, ...]:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if self.is_over:
+                raise StopAsyncIteration
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._take()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Stop reading; what is unfinished is cancelled and its pages return at the next plan."""
+        if not self.is_over:
+            self._is_left = True
+            self._scheduler.cancel(self.request)
+            self._wake_reader()
+
+    # ---- helpers
+
+    def _complete(self, choice: _Choice, reason: FinishReason, now_ns: int) -> None:
+        choice.add(choice.filter.finish())
+        choice.is_over = True
+        usage = Usage(self._prompt_tokens, self._cached_tokens, choice.filter.num_ids)
+        timings = Timings(self._queue_ns, choice.first_ns - self._arrival_ns, now_ns - self._arrival_ns)
+        choice.completed = Completed(choice.index, reason, usage, timings)
+        self._num_open -= 1
+
+    def _take(self) -> tuple[Output, ...]:
+        self._pending = False
+        outputs: list[Output] = []
+        if self._started is not None:
+            outputs.append(self._started)
+            self._started = None
+        outputs += [delta for choice in self._choices if (delta := choice.take_delta()) is not None]
+        for choice in self._choices:
+            if choice.completed is not None:
+                outputs.append(choice.completed)
+                choice.completed = None
+        return tuple(outputs)
+
+    def _wake(self) -> None:
+        """Something is pending."""
+        self._pending = True
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+        self._reader = None
