@@ -286,7 +286,7 @@ class DeltaStream(Iterator[Delta]):
 
 
 async def _open(scheduler: Scheduler, request: GenerationRequest) -> Stream:
-    return await scheduler.generate(request).__aenter__()
+    return scheduler.generate(request)
 
 
 class _Runtime:
@@ -322,7 +322,7 @@ class _Runtime:
 
     def leave(self, stream: Stream) -> None:
         """A stream is not read any more."""
-        self._post(lambda: self._loop.create_task(_leave(stream)))
+        self._post(stream.leave)
 
     def close(self) -> None:
         with self._lock:
@@ -343,7 +343,3 @@ class _Runtime:
     def _post(self, call: Callable[[], object]) -> None:
         if self._open and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call)
-
-
-async def _leave(stream: Stream) -> None:
-    await stream.__aexit__(None, None, None)
