@@ -73,7 +73,7 @@ class EngineSettings:
     """What computes, and with how much."""
 
     engine: str = EngineKind.AUTO
-    kv_memory: int | None = None  # bytes for the state of prefixes and requests; None: the engine's default
+    kv_memory: int | None = None  # bytes for state; None: a quarter of the memory, at most 2 GiB
     cache_mode: CacheMode = CacheMode.FP16  # how the state of a token is stored
     threads: int | None = None  # of the CPU engine; None: one per core
     accuracy_level: int = 4  # of INT4 products on the CPU: 0 float32 activations, 4 int8 activations

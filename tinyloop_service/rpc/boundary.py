@@ -17,8 +17,8 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -35,24 +35,42 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
-@asynccontextmanager
-async def answering(context: Context, method: str) -> AsyncIterator[None]:
+class answering:
     """Around the body of one RPC; the table is in the module's docstring."""
-    begin_ns = time.monotonic_ns()
-    request_id = _request_id(context)
-    structlog.contextvars.bind_contextvars(request_id=request_id, method=method)
-    context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
-    try:
-        yield
-    except asyncio.CancelledError as error:
-        if _cancelled_by_caller():
-            _log.info("cancelled", ms=_since_ms(begin_ns))
-            raise
-        await _refuse(context, error, request_id, begin_ns)
-    except Exception as error:
-        await _refuse(context, error, request_id, begin_ns)
-    else:
-        _log.info("answered", ms=_since_ms(begin_ns))
+
+    def __init__(self, context: Context, method: str) -> None:
+        self._context = context
+        self._method = method
+        self._begin_ns = time.monotonic_ns()
+        self._request_id = _request_id(context)
+
+    async def __aenter__(self) -> None:
+        structlog.contextvars.bind_contextvars(request_id=self._request_id, method=self._method)
+        self._context.set_trailing_metadata(((REQUEST_ID_KEY, self._request_id),))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        took = {"ms": round((time.monotonic_ns() - self._begin_ns) / 1e6, 3)}
+        if error is None:
+            _log.info("answered", **took)
+        elif isinstance(error, asyncio.CancelledError) and _cancelled_by_caller():
+            _log.info("cancelled", **took)
+        elif isinstance(error, Exception | asyncio.CancelledError):
+            await self._refuse(error, took)
+
+    async def _refuse(self, error: BaseException, took: dict[str, float]) -> None:
+        """Log `error` once and end the call with its status.  Always raises."""
+        status = to_status(error, self._request_id)
+        facts = {"code": status.code.name, "reason": status.reason, **took}
+        if not isinstance(error, TinyLoopError):
+            _log.error("failed", **facts, exc_info=error)
+        elif status.code is grpc.StatusCode.INTERNAL:
+            _log.error("failed", **facts, error=str(error))
+        else:
+            _log.info("refused", **facts)
+        trailers = (*status.trailers, (REQUEST_ID_KEY, self._request_id))
+        await self._context.abort(status.code, status.message, trailers)
 
 
 class RefuseMalformed(grpc.aio.ServerInterceptor):
@@ -101,18 +119,3 @@ def _request_id(context: Context) -> str:
 def _cancelled_by_caller() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _since_ms(begin_ns: int) -> float:
-    return round((time.monotonic_ns() - begin_ns) / 1e6, 3)
-
-
-async def _refuse(context: Context, error: BaseException, request_id: str, begin_ns: int) -> None:
-    """Log `error` once and end the call with its status.  Always raises."""
-    status = to_status(error, request_id)
-    if isinstance(error, TinyLoopError):
-        level = _log.error if status.code is grpc.StatusCode.INTERNAL else _log.info
-        level("refused", code=status.code.name, reason=status.reason, ms=_since_ms(begin_ns))
-    else:
-        _log.error("failed", code=status.code.name, ms=_since_ms(begin_ns), exc_info=error)
-    await context.abort(status.code, status.message, (*status.trailers, (REQUEST_ID_KEY, request_id)))

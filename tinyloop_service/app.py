@@ -1,0 +1,236 @@
+"""The wiring: engine → scheduler → gRPC server, from the first byte read to the last page given back.
+
+    start   listen at once, health says "alive, not ready"; the model loads in a thread, callers hear WARMING_UP
+    ready   the engine is made and has checked itself: health says "ready"
+    stop    1 health says "not ready"            load balancers stop sending
+            2 a pause                            until they have noticed
+            3 new requests hear DRAINING         running ones have the grace time to finish
+            4 scheduler and engine close         what still runs hears MODEL_CLOSED
+            5 the server closes                  when the last messages have left
+
+`App.run` does all of it around SIGTERM and SIGINT: the first signal drains, a second one skips what is left of the
+grace time.  A lost device drains too, with exit status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from tinyloop_service.engine.api import Engine
+from tinyloop_service.engine.weights import ModelWeights, read_model
+from tinyloop_service.rpc.backend import Backend
+from tinyloop_service.rpc.server import Health, listen, make_server
+from tinyloop_service.scheduler.loop import Scheduler
+from tinyloop_service.settings import EngineSettings, LogFormat, ServerSettings, Settings
+from tinyloop_service.text import Tokenizer
+
+Progress = Callable[[str], None]
+_FLUSH_S = 2.0  # for the last messages of finished requests to leave
+_log = structlog.get_logger("tinyloop.app")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What a server needs of a model file, its engine made."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    config: Mapping[str, Any]
+
+
+def build_engine(
+    model: ModelWeights | str | Path, settings: EngineSettings, *, progress: Progress | None = None
+) -> Engine:
+    """The engine that `settings` asks for; takes seconds.  `progress` hears what it does.
+
+    Raises ModelFileError, OSError for the file; InvalidArgument for settings that the engine cannot keep.
+    """
+    weights = model if isinstance(model, ModelWeights) else read_model(model)
+    from tinyloop_service.engine.cpu import CpuEngine  # ONNX Runtime loads only where it computes
+
+    return CpuEngine(
+        weights,
+        kv_memory=settings.kv_memory or default_kv_memory(),
+        cache_mode=settings.cache_mode,
+        threads=settings.threads,
+        accuracy_level=settings.accuracy_level,
+        debug=settings.debug,
+        progress=progress,
+    )
+
+
+def default_kv_memory() -> int:
+    """Bytes: a quarter of the machine's memory, at most 2 GiB."""
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 2 * 2**30)
+
+
+def load_model(path: str | Path, settings: EngineSettings, *, progress: Progress | None = None) -> LoadedModel:
+    """Read the file and build its engine; raises what `build_engine` raises."""
+    weights = read_model(path)
+    tokenizer = Tokenizer(weights.tokenizer, weights.spec.bos_token_id) if weights.tokenizer else None
+    engine = build_engine(weights, settings, progress=progress)
+    return LoadedModel(engine, tokenizer, json.loads(weights.spec.to_json()))
+
+
+class App:
+    """One server of one model.  `load` runs in a thread of its own."""
+
+    def __init__(self, settings: Settings, load: Callable[[], LoadedModel]) -> None:
+        self._settings = settings
+        self._load = load
+        self._backend = Backend(settings.server.replica or socket.gethostname())
+        self._scheduler: Scheduler | None = None
+        self._health = Health()
+        self._warming: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+        self.address = ""  # where it listens, once started
+        self.health_address = ""
+
+    async def start(self) -> None:
+        """Listen.  Raises InvalidArgument when an address cannot be had."""
+        server = self._settings.server
+        self._server = make_server(server, self._backend)
+        self.address = listen(self._server, server.listen, "listen")
+        if server.health_listen:
+            self.health_address = await self._health.start(server.health_listen)
+        await self._server.start()
+        _log.info("listening", address=self.address, health=self.health_address or None)
+        self._warming = asyncio.create_task(self._warm_up(), name="tinyloop-warm-up")
+
+    async def ready(self) -> None:
+        """Wait until requests are served.  Raises what loading the model raised."""
+        assert self._warming is not None, "start comes first"
+        await asyncio.shield(self._warming)
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Drain and close, in the order that the module's docstring gives.  Default grace: the settings'."""
+        settings = self._settings.server
+        grace_s = settings.drain_grace_s if grace_s is None else grace_s
+        await self._health.set_ready(False)
+        await self._unless_hurried(asyncio.sleep(settings.drain_pause_s))
+        if self._warming is not None and not self._warming.done():
+            self._warming.cancel()
+        if self._scheduler is not None:
+            await self._unless_hurried(self._scheduler.drain(grace_s))
+        if self._scheduler is not None:
+            await self._scheduler.close()
+        await self._server.stop(None if self._hurry.is_set() else _FLUSH_S)
+        await self._health.stop()
+        _log.info("stopped")
+
+    def hurry(self) -> None:
+        """Skip what is left of the pause and the grace time."""
+        self._hurry.set()
+
+    async def run(self, on_ready: Callable[[App], None] = lambda app: None) -> int:
+        """Serve until SIGTERM, SIGINT or a lost device; the exit status.  `on_ready` is called once it serves."""
+        stopping = asyncio.Event()
+        self._catch_signals(stopping)
+        await self.start()
+        stopped = asyncio.create_task(stopping.wait())
+        fault = asyncio.create_task(self._serve_until_fault(on_ready))
+        try:
+            await asyncio.wait({stopped, fault}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            failed = fault.done()
+            for task in (stopped, fault):
+                task.cancel()
+            await self.stop()
+        if failed:
+            fault.result()  # raises what loading raised
+        return 1 if failed or self._hurry.is_set() else 0
+
+    async def _serve_until_fault(self, on_ready: Callable[[App], None]) -> None:
+        """Returns when the device is lost."""
+        await self.ready()
+        on_ready(self)
+        assert self._scheduler is not None
+        await self._scheduler.wait_fault()
+        _log.error("device lost", fault=str(self._scheduler.fault))
+
+    async def _warm_up(self) -> None:
+        loaded = await _in_thread(self._load)
+        scheduler = Scheduler(loaded.engine, self._settings.scheduler, tokenizer=loaded.tokenizer)
+        await scheduler.start()
+        self._scheduler = scheduler
+        self._backend.open(scheduler, loaded.config)
+        await self._health.set_ready(True)
+        _log.info("ready", engine=scheduler.engine_name, model_id=scheduler.limits.model_id)
+
+    def _catch_signals(self, stopping: asyncio.Event) -> None:
+        def caught(number: signal.Signals) -> None:
+            _log.info("signal", signal=number.name, draining=stopping.is_set())
+            self.hurry() if stopping.is_set() else stopping.set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, caught, number)
+
+    async def _unless_hurried(self, work: Any) -> None:
+        """Await `work`, but no longer than until `hurry`."""
+        working, hurried = asyncio.ensure_future(work), asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({working, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (working, hurried):
+            task.cancel()
+        if working.done() and not working.cancelled():
+            working.result()
+
+
+def configure_logging(settings: ServerSettings) -> None:
+    """structlog to standard error, one line an event; JSON or for people."""
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    chain: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if settings.log_format is LogFormat.JSON:
+        chain += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        plain = structlog.dev.plain_traceback  # the rich one prints local variables, prompts among them
+        chain.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain))
+    structlog.configure(
+        processors=chain,
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+async def _in_thread(work: Callable[[], LoadedModel]) -> LoadedModel:
+    """The result of `work`, run in a daemon thread: one that never returns does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[LoadedModel] = loop.create_future()
+
+    def finish(result: LoadedModel | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            if result is not None:
+                result.engine.close()
+        elif error is not None:
+            future.set_exception(error)
+        elif result is not None:
+            future.set_result(result)
+
+    def run() -> None:
+        try:
+            outcome: tuple[LoadedModel | None, BaseException | None] = (work(), None)
+        except BaseException as error:
+            outcome = (None, error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish, *outcome)
+
+    threading.Thread(target=run, name="tinyloop-load", daemon=True).start()
+    return await future

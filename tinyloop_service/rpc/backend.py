@@ -1,0 +1,62 @@
+"""What stands behind the servicers: a scheduler, once the model is loaded; and text to ids, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from tinyloop_service.engine.api import Limits
+from tinyloop_service.errors import InvalidArgument, WarmingUp
+from tinyloop_service.scheduler.loop import Scheduler
+from tinyloop_service.text import Tokenizer
+from tinyloop_service.types import TokenIds
+
+TENANT = ""  # nobody is authenticated yet, so all callers are one tenant
+_SHORT_TEXT = 2000  # characters that are tokenised at once, in well under a millisecond
+
+
+class Backend:
+    """Empty while the server warms up; filled once by `open`."""
+
+    def __init__(self, replica: str) -> None:
+        self.replica = replica
+        self.config: Mapping[str, Any] = {}
+        self._scheduler: Scheduler | None = None
+
+    def open(self, scheduler: Scheduler, config: Mapping[str, Any]) -> None:
+        """From now on calls are served.  `config`: the configuration in the model file."""
+        self._scheduler = scheduler
+        self.config = config
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Raises WarmingUp while there is none."""
+        if self._scheduler is None:
+            raise WarmingUp("the server is loading its model; try again in a moment")
+        return self._scheduler
+
+    @property
+    def limits(self) -> Limits:
+        return self.scheduler.limits
+
+    def tokenizer(self, field: str) -> Tokenizer:
+        """Raises InvalidArgument on `field` where the model takes no text."""
+        tokenizer = self.scheduler.tokenizer
+        if tokenizer is None:
+            raise InvalidArgument(field, "is text, but the model file has no tokenizer; send token ids")
+        return tokenizer
+
+    async def encode(self, content: str | TokenIds, field: str, *, bos: bool) -> TokenIds:
+        """Ids of text; ids as they are.  `bos`: put BOS before text, if the model has one."""
+        if not isinstance(content, str):
+            return content
+        if not content and not bos:
+            return ()
+        tokenizer = self.tokenizer(field)
+        if len(content) <= _SHORT_TEXT:
+            return tokenizer.encode(content, bos=bos)
+        return await asyncio.to_thread(tokenizer.encode, content, bos=bos)
+
+    async def decode(self, ids: TokenIds, field: str) -> str:
+        return await asyncio.to_thread(self.tokenizer(field).decode, ids)

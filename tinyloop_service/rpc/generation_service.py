@@ -1,0 +1,89 @@
+"""GenerationService: a request in, a stream of everything that is pending out, until it completes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tinyloop_service.completion import CompletionBuilder
+from tinyloop_service.errors import InvalidArgument, PrefixNotFound
+from tinyloop_service.pb import generation_pb2, generation_pb2_grpc, prefix_pb2
+from tinyloop_service.rpc.backend import TENANT, Backend
+from tinyloop_service.rpc.boundary import Context, answering
+from tinyloop_service.rpc.convert import inside, read_generation, read_input, write_completion, write_output
+from tinyloop_service.rpc.creation import PrefixCreator
+from tinyloop_service.scheduler.stream import Stream
+from tinyloop_service.types import GenerationRequest
+
+_CREATE_ATTEMPTS = 3  # a prefix just made may be deleted before it is used
+
+
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type: ignore[misc]  # generated code has no types
+    def __init__(self, backend: Backend, creator: PrefixCreator) -> None:
+        self._backend = backend
+        self._creator = creator
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:
+        async with answering(context, "Generate"), await self._open(request) as stream:
+            async for outputs in stream:
+                for output in outputs:
+                    await context.write(write_output(output, self._backend.replica))
+
+    async def GenerateUnary(
+        self, request: generation_pb2.GenerateUnaryRequest, context: Context
+    ) -> generation_pb2.Completion:
+        async with answering(context, "GenerateUnary"):
+            with inside("generation"):
+                opened = await self._open(request.generation)
+            async with opened as stream:
+                builder = CompletionBuilder(max(request.generation.n, 1))
+                async for outputs in stream:
+                    builder.add(outputs)
+            return write_completion(builder.completion(), self._backend.replica)
+
+    async def _open(self, message: generation_pb2.GenerateRequest) -> Stream:
+        """Check, tokenise and submit.  Every refusal is raised here."""
+        request = await self._read(message)
+        if not message.HasField("create_if_missing"):
+            return self._backend.scheduler.generate(request)
+        return await self._open_creating(request, message.create_if_missing)
+
+    async def _read(self, message: generation_pb2.GenerateRequest) -> GenerationRequest:
+        scheduler = self._backend.scheduler
+        request = read_generation(message, scheduler.limits)
+        if request.stops.strings and scheduler.tokenizer is None:
+            raise InvalidArgument("stop_sequences", "holds text, but the model file has no tokenizer; send token ids")
+        whole = request.prefix is None
+        content = read_input(message.input, scheduler.limits, may_be_empty=not whole)
+        tokens = await self._backend.encode(content, "input.text", bos=whole)
+        if whole and not tokens:
+            raise InvalidArgument("input", "is empty, expected at least one token")
+        return replace(
+            request, tenant=TENANT, tokens=tokens, want_text=request.want_text and scheduler.tokenizer is not None
+        )
+
+    async def _open_creating(self, request: GenerationRequest, missing: prefix_pb2.CreatePrefixRequest) -> Stream:
+        """As `_open`, after the prefix is built if its name is unknown."""
+        with inside("create_if_missing"):
+            order = await self._creator.read(_named(missing, request.prefix))
+        for _ in range(_CREATE_ATTEMPTS):
+            self._creator.check(order)  # the name may stand for other content
+            try:
+                return self._backend.scheduler.generate(request)
+            except PrefixNotFound:
+                await self._creator.create(order)
+        return self._backend.scheduler.generate(request)
+
+
+def _named(missing: prefix_pb2.CreatePrefixRequest, prefix: str | None) -> prefix_pb2.CreatePrefixRequest:
+    """`missing` with the id of the prefix that the request uses."""
+    if prefix is None:
+        raise InvalidArgument("prefix_id", "cannot be created without a name; set `prefix` of the request")
+    if missing.prefix_id not in ("", prefix):
+        raise InvalidArgument("prefix_id", f"is {missing.prefix_id[:80]!r}, expected {prefix!r} or nothing")
+    for field in ("request_id", "build_async", "validate_only"):
+        if getattr(missing, field):
+            raise InvalidArgument(field, "has no meaning here; leave it out")
+    named = prefix_pb2.CreatePrefixRequest()
+    named.CopyFrom(missing)
+    named.prefix_id = prefix
+    return named

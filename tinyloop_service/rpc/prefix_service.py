@@ -1,0 +1,78 @@
+"""PrefixService: one short method per RPC."""
+
+from __future__ import annotations
+
+import time
+
+from google.protobuf.empty_pb2 import Empty
+
+from tinyloop_service.pb import prefix_pb2, prefix_pb2_grpc
+from tinyloop_service.rpc.backend import TENANT, Backend
+from tinyloop_service.rpc.boundary import Context, answering
+from tinyloop_service.rpc.convert import read_name
+from tinyloop_service.rpc.convert_prefix import (
+    read_change,
+    read_page_size,
+    read_page_token,
+    read_view,
+    write_page_token,
+    write_prefix,
+)
+from tinyloop_service.rpc.creation import PrefixCreator
+from tinyloop_service.scheduler.loop import UNCHANGED
+
+
+class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc]  # generated code has no types
+    def __init__(self, backend: Backend, creator: PrefixCreator) -> None:
+        self._backend = backend
+        self._creator = creator
+
+    async def CreatePrefix(self, request: prefix_pb2.CreatePrefixRequest, context: Context) -> prefix_pb2.Prefix:
+        async with answering(context, "CreatePrefix"):
+            order = await self._creator.read(request)
+            if request.validate_only:
+                return write_prefix(self._creator.check(order))
+            return write_prefix(await self._creator.create(order))
+
+    async def GetPrefix(self, request: prefix_pb2.GetPrefixRequest, context: Context) -> prefix_pb2.Prefix:
+        async with answering(context, "GetPrefix"):
+            name, full = read_name(request.name), read_view(request.view)
+            return write_prefix(self._backend.scheduler.get_prefix(name, tenant=TENANT), full=full)
+
+    async def ListPrefixes(
+        self, request: prefix_pb2.ListPrefixesRequest, context: Context
+    ) -> prefix_pb2.ListPrefixesResponse:
+        async with answering(context, "ListPrefixes"):
+            full, size, after = (
+                read_view(request.view),
+                read_page_size(request.page_size),
+                read_page_token(request.page_token),
+            )
+            rest = [info for info in self._backend.scheduler.list_prefixes(tenant=TENANT) if (info.name or "") > after]
+            page = rest[:size]
+            more = write_page_token(page[-1].name or "") if len(rest) > size else ""
+            prefixes = [write_prefix(info, full=full) for info in page]
+            return prefix_pb2.ListPrefixesResponse(prefixes=prefixes, next_page_token=more)
+
+    async def UpdatePrefix(self, request: prefix_pb2.UpdatePrefixRequest, context: Context) -> prefix_pb2.Prefix:
+        async with answering(context, "UpdatePrefix"):
+            change = read_change(request, time.time_ns())
+            info = self._backend.scheduler.update_prefix(
+                change.name,
+                tenant=TENANT,
+                expire_time_ns=change.expire_time_ns if change.changes_expiration else UNCHANGED,
+                pinned=change.pinned if change.changes_pin else UNCHANGED,
+                etag=change.etag,
+            )
+            return write_prefix(info)
+
+    async def DeletePrefix(self, request: prefix_pb2.DeletePrefixRequest, context: Context) -> Empty:
+        async with answering(context, "DeletePrefix"):
+            name = read_name(request.name)
+            self._backend.scheduler.delete_prefix(name, tenant=TENANT, etag=request.etag or None)
+            return Empty()
+
+    async def WatchPrefix(self, request: prefix_pb2.WatchPrefixRequest, context: Context) -> None:
+        async with answering(context, "WatchPrefix"):
+            async for info in self._backend.scheduler.watch_prefix(read_name(request.name), tenant=TENANT):
+                await context.write(write_prefix(info))

@@ -1,0 +1,95 @@
+"""The grpc.aio servers: options, services, addresses.
+
+Two servers on one event loop: the one that serves, and a small one for health alone, which kubelets probe without TLS
+and without a token.  Health: "" is alive as long as it answers; `tinyloop.v1.GenerationService` is SERVING when the
+server takes requests, NOT_SERVING while it warms up or drains and after a lost device, never because it is busy.
+"""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.pb import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    prefix_pb2,
+    prefix_pb2_grpc,
+)
+from tinyloop_service.rpc.backend import Backend
+from tinyloop_service.rpc.boundary import RefuseMalformed
+from tinyloop_service.rpc.creation import PrefixCreator
+from tinyloop_service.rpc.generation_service import GenerationService
+from tinyloop_service.rpc.model_service import ModelService
+from tinyloop_service.rpc.prefix_service import PrefixService
+from tinyloop_service.settings import ServerSettings
+
+READY_SERVICE = "tinyloop.v1.GenerationService"
+SERVICES = (
+    READY_SERVICE,
+    prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"].full_name,
+    model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name,
+)
+assert generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name == READY_SERVICE
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else a second server takes the same port and half of the connections
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # keepalives during a long, silent prefill
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+def make_server(settings: ServerSettings, backend: Backend) -> grpc.aio.Server:
+    """The serving server with every service, not yet listening."""
+    options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.max_request_bytes)]
+    if settings.max_connection_age_s is not None:  # with no grace: streams live on, new calls find new replicas
+        options.append(("grpc.max_connection_age_ms", round(settings.max_connection_age_s * 1000)))
+    server = grpc.aio.server(interceptors=[RefuseMalformed()], options=options)
+    creator = PrefixCreator(backend)
+    prefix_pb2_grpc.add_PrefixServiceServicer_to_server(PrefixService(backend, creator), server)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(backend, creator), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(backend), server)
+    if settings.reflection:
+        reflection.enable_server_reflection((*SERVICES, reflection.SERVICE_NAME), server)
+    return server
+
+
+def listen(server: grpc.aio.Server, address: str, field: str) -> str:
+    """Bind; returns the address with its real port.  Raises InvalidArgument naming the setting."""
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if address.startswith("unix:"):
+        return address
+    if port == 0:
+        raise InvalidArgument(field, f"cannot listen on {address}; is another server there? Choose another port, or 0")
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+class Health:
+    """The health service on its own port."""
+
+    def __init__(self) -> None:
+        self._servicer = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._server)
+
+    async def start(self, address: str) -> str:
+        """Alive, not ready."""
+        await self.set_ready(False)
+        bound = listen(self._server, address, "health_listen")
+        await self._server.start()
+        return bound
+
+    async def set_ready(self, ready: bool) -> None:
+        states = health_pb2.HealthCheckResponse
+        await self._servicer.set(READY_SERVICE, states.SERVING if ready else states.NOT_SERVING)
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
