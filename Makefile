@@ -40,14 +40,14 @@ lint: $(DEV_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
 
 protos: $(DEV_READY)
 	$(BIN)/python protos/generate.py
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tinyloop_service tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

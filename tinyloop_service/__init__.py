@@ -1,1 +1,74 @@
-"""TinyLoop: named prefixes for looped language models, served over gRPC."""
+"""TinyLoop: build a prefix of a looped language model once, decode many requests from it at once.
+
+    Model                     in this process            Client, AsyncClient    a server, over gRPC
+    PrefixCache               a prefix held by a handle  Prefix                 a named prefix of a server
+    Completion, Choice,       what generation returns    the errors             every one is a TinyLoopError and
+    Delta                                                                       the built-in a caller would catch
+"""
+
+from tinyloop_service.client import AsyncClient, Client, Prefix
+from tinyloop_service.completion import Choice, Completion, Delta
+from tinyloop_service.errors import (
+    BudgetExceeded,
+    DeadlineExceeded,
+    DeviceLost,
+    Draining,
+    EngineFault,
+    EtagMismatch,
+    InvalidArgument,
+    LoopsMismatch,
+    ModelClosed,
+    ModelFileError,
+    OutOfMemory,
+    ParentMismatch,
+    PinBudgetExceeded,
+    PrefixExists,
+    PrefixExpired,
+    PrefixNotFound,
+    QueueFull,
+    SequenceTooLong,
+    TenantQuotaExceeded,
+    TinyLoopError,
+    Unavailable,
+    WarmingUp,
+)
+from tinyloop_service.model import Model, PrefixCache
+from tinyloop_service.types import CacheMode, FinishReason, PrefixState, TokenLogprob, Usage
+
+__all__ = [
+    "AsyncClient",
+    "BudgetExceeded",
+    "CacheMode",
+    "Choice",
+    "Client",
+    "Completion",
+    "DeadlineExceeded",
+    "Delta",
+    "DeviceLost",
+    "Draining",
+    "EngineFault",
+    "EtagMismatch",
+    "FinishReason",
+    "InvalidArgument",
+    "LoopsMismatch",
+    "Model",
+    "ModelClosed",
+    "ModelFileError",
+    "OutOfMemory",
+    "ParentMismatch",
+    "PinBudgetExceeded",
+    "Prefix",
+    "PrefixCache",
+    "PrefixExists",
+    "PrefixExpired",
+    "PrefixNotFound",
+    "PrefixState",
+    "QueueFull",
+    "SequenceTooLong",
+    "TenantQuotaExceeded",
+    "TinyLoopError",
+    "TokenLogprob",
+    "Unavailable",
+    "Usage",
+    "WarmingUp",
+]

@@ -231,7 +231,7 @@ class Model:
             if not isinstance(prefix, PrefixCache) or prefix._runtime is not self._runtime:
                 raise InvalidArgument("prefix", "is no PrefixCache of this Model; build it with build_prefix_cache")
             ids = self._ids(arguments.suffix(suffix, vocab_size=self._vocab_size), bos=False)
-        elif len(suffix):
+        elif arguments.suffix(suffix):
             raise InvalidArgument("suffix", "needs a prefix; append it to the prompt instead")
         else:
             ids = self._ids(arguments.prompt(prompt, vocab_size=self._vocab_size), bos=True)

@@ -10,7 +10,7 @@ import click
 from rich.text import Text
 
 from tinyloop_service.cli import output
-from tinyloop_service.cli.options import TokenIdList, client_options, input_options, json_option, read_input
+from tinyloop_service.cli.options import client_options, input_options, json_option, parse_token_ids, read_input
 from tinyloop_service.client import Client
 from tinyloop_service.completion import Completion, Delta
 from tinyloop_service.types import TokenIds
@@ -36,7 +36,7 @@ from tinyloop_service.types import TokenIds
 @click.option("-n", "n", type=click.IntRange(1), default=1, show_default=True, help="So many continuations.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option(
-    "--stop-tokens", type=TokenIdList(), multiple=True, metavar="IDS", help="End before this sequence of ids."
+    "--stop-tokens", type=parse_token_ids, multiple=True, metavar="IDS", help="End before this sequence of ids."
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on where the model would end.")
 @click.option("--loops", type=click.IntRange(1), help="Depth; with a prefix it must be the prefix's.")

@@ -14,9 +14,10 @@ from tinyloop_service.cli.generate import generate
 from tinyloop_service.cli.model import init, inspect, model
 from tinyloop_service.cli.prefix import prefix
 from tinyloop_service.cli.serve import serve
-from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.errors import TinyLoopError, Unavailable
 
 INTERRUPTED = 130
+_WAY_OUT = "; is it running?  Start one with `tinyloop serve`, or name another with --target"
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -56,5 +57,5 @@ def _status(arguments: list[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (TinyLoopError, OSError, ValueError) as error:
-        output.print_error(str(error))
+        output.print_error(f"{error}{_WAY_OUT if type(error) is Unavailable else ''}")
         return 1

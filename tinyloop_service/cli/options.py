@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.settings import Settings
+from tinyloop_service.types import TokenIds
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,32 +23,24 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, None: 1.0}
 
 
-class Duration(click.ParamType):
+def parse_duration(value: str | timedelta) -> timedelta:
     """ "90", "90s", "15m", "1.5h", "7d" → timedelta."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
-        if isinstance(value, timedelta):
-            return value
-        found = _DURATION.fullmatch(value.strip())
-        if not found:
-            self.fail(f"{value!r} is no duration; examples: 90s, 15m, 1.5h, 7d", param, ctx)
-        return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
+    if isinstance(value, timedelta):
+        return value
+    found = _DURATION.fullmatch(value.strip())
+    if not found:
+        raise click.BadParameter(f"{value!r} is no duration; examples: 90s, 15m, 1.5h, 7d")
+    return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
 
 
-class TokenIdList(click.ParamType):
+def parse_token_ids(value: str | TokenIds) -> TokenIds:
     """ "464, 3290 318" → (464, 3290, 318)."""
-
-    name = "ids"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(item) for item in value.replace(",", " ").split())
-        except ValueError:
-            self.fail(f"{value!r} is no list of token ids; example: 464,3290,318", param, ctx)
+    if isinstance(value, tuple):
+        return value
+    try:
+        return tuple(int(item) for item in value.replace(",", " ").split())
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of token ids; example: 464,3290,318") from None
 
 
 # Flags of the settings that a command line is likely to give; all of them can be TINYLOOP_ variables as well.
@@ -110,9 +104,9 @@ def client_options(command: F) -> F:
 
 def input_options(command: F) -> F:
     """--file and --tokens, beside a TEXT argument; `read_input` makes one value of the three."""
-    command = click.option("--tokens", type=TokenIdList(), help="Token ids in place of text, taken as they are.")(
-        command
-    )
+    command = click.option(
+        "--tokens", type=parse_token_ids, metavar="IDS", help="Token ids in place of text, taken as they are."
+    )(command)
     return click.option(
         "--file",
         "-f",
@@ -121,16 +115,14 @@ def input_options(command: F) -> F:
     )(command)
 
 
-def read_input(text: str | None, file: Path | None, tokens: tuple[int, ...] | None) -> str | tuple[int, ...] | None:
+def read_input(text: str | None, file: Path | None, tokens: TokenIds | None) -> str | TokenIds | None:
     """The one input that was given; None when there is none.  Two are a usage error."""
     given = [value for value in (text, file, tokens) if value is not None]
     if len(given) > 1:
         raise click.UsageError("give one of TEXT, --file and --tokens, not several")
     if file is None:
         return text if tokens is None else tokens
-    if str(file) == "-":
-        return click.get_text_stream("stdin", encoding="utf-8").read()
     try:
-        return file.read_text(encoding="utf-8")
+        return (sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise click.UsageError(f"cannot read {file}: {error}") from None

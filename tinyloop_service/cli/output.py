@@ -48,7 +48,7 @@ def plain(value: object) -> Any:
     return value
 
 
-def print_facts(facts: dict[str, object]) -> None:
+def print_facts(facts: Mapping[str, object]) -> None:
     """A two-column list, empty values left out."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")

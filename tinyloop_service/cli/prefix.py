@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.table import Table
 from rich.text import Text
 
 from tinyloop_service.cli import output
-from tinyloop_service.cli.options import Duration, client_options, input_options, json_option, read_input
+from tinyloop_service.cli.options import client_options, input_options, json_option, parse_duration, read_input
 from tinyloop_service.client import AsyncClient, Client, Prefix
 from tinyloop_service.errors import PrefixNotFound
 from tinyloop_service.types import PrefixState, TokenIds
@@ -42,7 +43,9 @@ def prefix() -> None:
 @input_options
 @click.option("--loops", type=click.IntRange(1), help="Depth.  [default: the model's, or the parent's]")
 @click.option("--cache-window", type=click.IntRange(0), help="Sliding-window attention over this many tokens; 0: all.")
-@click.option("--ttl", type=Duration(), help="Expires after this long, for example 15m.  [default: never]")
+@click.option(
+    "--ttl", type=parse_duration, metavar="DURATION", help="Expires after this long, for example 15m.  [default: never]"
+)
 @click.option("--pin", is_flag=True, help="Keep it in memory whatever else needs room.")
 @click.option("--parent", metavar="NAME", help="A prefix that this one continues; TEXT is what comes after it.")
 @click.option("--no-wait", is_flag=True, help="Return at once; follow it with `tinyloop prefix watch`.")
@@ -147,7 +150,7 @@ def list_prefixes(target: str, timeout: float | None, as_json: bool) -> None:
 
 @prefix.command()
 @click.argument("name")
-@click.option("--ttl", type=Duration(), help="Expires this long from now.")
+@click.option("--ttl", type=parse_duration, metavar="DURATION", help="Expires this long from now.")
 @click.option("--no-expiry", is_flag=True, help="Never expires.")
 @click.option("--pin/--unpin", default=None, help="Keep it in memory, or no longer.")
 @client_options
@@ -170,7 +173,7 @@ def update(
     """
     if ttl is not None and no_expiry:
         raise click.UsageError("give one of --ttl and --no-expiry, not both")
-    changes: dict[str, object] = {}
+    changes: dict[str, Any] = {}
     if ttl is not None or no_expiry:
         changes["ttl"] = ttl
     if pin is not None:
