@@ -1,0 +1,164 @@
+"""A small scheduler for engine tests: hands out pages, builds plans, collects tokens.
+
+It plans one operation at a time, or whatever a test asks to run together, and checks nothing but its own page counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+from tinyloop_service.engine.api import PAGE_TOKENS, Clone, Drop, Extend, Open, Plan, Prefill, SequenceId
+from tinyloop_service.engine.cpu import CpuEngine
+from tinyloop_service.engine.spec import ModelSpec
+from tinyloop_service.engine.weights import ModelWeights, random_model
+from tinyloop_service.types import Sampling, TokenIds, TokenLogprob
+
+Drawn = list[tuple[int, TokenLogprob | None]]
+GREEDY = Sampling(logprobs=3)
+
+
+@cache
+def weights_of(spec: ModelSpec | str, seed: int = 0) -> ModelWeights:
+    return random_model(spec, seed)
+
+
+def engine_of(spec: ModelSpec | str, *, seed: int = 0, accuracy_level: int = 4) -> CpuEngine:
+    return CpuEngine(weights_of(spec, seed), kv_memory=256 << 20, threads=2, accuracy_level=accuracy_level, debug=True)
+
+
+@dataclass
+class Held:
+    id: SequenceId
+    parent: Held | None
+    loops: int
+    window: int
+    start: int
+    length: int
+    tokens: TokenIds  # the whole prompt
+    blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # absolute index → page ids
+
+
+class Driver:
+    def __init__(self, engine: CpuEngine) -> None:
+        self.engine, self._limits = engine, engine.limits
+        self._free = list(range(engine.limits.num_pages))
+        self._released: list[int] = []
+        self._next, self._number = 0, 0
+        self._open: list[Open] = []
+        self._extend: list[Extend] = []
+        self._clone: list[Clone] = []
+        self.drawn: dict[SequenceId, Drawn] = {}
+
+    def step(self, **fields: object) -> None:
+        """Run a plan of `fields` and what was opened since the last one."""
+        self._number += 1
+        plan = Plan(
+            self._number,
+            released=tuple(self._released),
+            open=tuple(self._open),
+            extend=tuple(self._extend),
+            clone=tuple(self._clone),
+            **fields,  # type: ignore[arg-type]
+        )
+        self._released, self._open, self._extend, self._clone = [], [], [], []
+        for row in self.engine.step(plan).rows:
+            logprobs = row.logprobs or (None,) * len(row.tokens)
+            self.drawn.setdefault(row.seq, []).extend(zip(row.tokens, logprobs, strict=True))
+
+    def open(
+        self,
+        parent: Held | None = None,
+        *,
+        loops: int = 4,
+        window: int = 0,
+        sampling: Sampling | None = None,
+        prompt: TokenIds = (),
+    ) -> Held:
+        self._next += 1
+        start = parent.length if parent else 0
+        held = Held(self._next, parent, loops, window, start, start, (parent.tokens if parent else ()) + prompt)
+        told = held.tokens if sampling and sampling.repetition_penalty != 1 else ()
+        self._open.append(Open(held.id, parent.id if parent else None, start, loops, window, sampling, told))
+        return held
+
+    def room(self, held: Held, end: int) -> None:
+        """Pages up to position `end`; the first of them cloned where the parent ends inside a page."""
+        first = held.start // PAGE_TOKENS
+        missing = [i for i in range(first, -(-end // PAGE_TOKENS)) if i >= first + len(held.blocks)]
+        missing = [i for i in missing if i not in held.blocks and i > max(held.blocks, default=-1)]
+        for i in missing:
+            held.blocks[i] = tuple(self._free.pop() for _ in range(self._limits.cache_layers(held.loops)))
+        if missing:
+            self._extend.append(Extend(held.id, tuple(held.blocks[i] for i in missing)))
+        if held.start % PAGE_TOKENS and first in missing:
+            source = held.parent.blocks[first]  # type: ignore[union-attr]
+            self._clone.append(Clone(held.id, source, held.blocks[first], held.start % PAGE_TOKENS))
+
+    def chunk(self, held: Held, size: int) -> Prefill:
+        """The next `size` tokens of the prompt."""
+        self.room(held, held.length + size)
+        tokens = held.tokens[held.length : held.length + size]
+        prefill = Prefill(held.id, held.length, tokens, last=held.length + size == len(held.tokens))
+        held.length += size
+        return prefill
+
+    def prefill(self, held: Held, chunk: int = 512) -> None:
+        while held.length < len(held.tokens):
+            self.step(prefill=(self.chunk(held, min(chunk, len(held.tokens) - held.length)),), drop=self._drops(held))
+
+    def _drops(self, held: Held) -> tuple[Drop, ...]:
+        """Own blocks that no later token reads go back."""
+        first = max(0, held.length - held.window + 1) // PAGE_TOKENS if held.window else 0
+        gone = [i for i in held.blocks if i < first]
+        for i in gone:
+            self._give_back(held.blocks.pop(i))
+        return (Drop(held.id, first),) if gone else ()
+
+    def _give_back(self, block: tuple[int, ...]) -> None:
+        self._free.extend(block)
+        self._released.extend(block)
+
+    def prefix(self, tokens: TokenIds, parent: Held | None = None, *, chunk: int = 512, **options: int) -> Held:
+        held = self.open(parent, prompt=tokens, **options)  # type: ignore[arg-type]
+        self.prefill(held, chunk)
+        return held
+
+    def request(
+        self,
+        parent: Held | None,
+        tokens: TokenIds = (),
+        *,
+        sampling: Sampling = GREEDY,
+        chunk: int = 512,
+        **options: int,
+    ) -> Held:
+        """Open a request and draw its first token."""
+        held = self.open(parent, sampling=sampling, prompt=tokens, **options)  # type: ignore[arg-type]
+        if tokens:
+            self.prefill(held, chunk)
+        else:
+            self.step(first=(held.id,))
+        return held
+
+    def decode(self, rows: list[Held], steps: int = 1, *, at_once: int = 1) -> None:
+        for done in range(0, steps, at_once):
+            now = min(at_once, steps - done)
+            for held in rows:
+                self.room(held, held.length + now)
+                held.length += now
+            drops = tuple(drop for held in rows for drop in self._drops(held))
+            self.step(decode=tuple(held.id for held in rows), num_steps=now, drop=drops)
+
+    def close(self, *held: Held) -> None:
+        for h in held:
+            for block in h.blocks.values():
+                self._give_back(block)
+        self.step(close=tuple(h.id for h in held))
+
+    def alone(self, parent: Held | None, tokens: TokenIds, steps: int, **options: object) -> Drawn:
+        """What a request draws with nobody else there."""
+        held = self.request(parent, tokens, **options)  # type: ignore[arg-type]
+        self.decode([held], steps)
+        self.close(held)
+        return self.drawn.pop(held.id)

@@ -1,0 +1,191 @@
+"""Attention as a left fold over splits, so that any mix of rows and segments gives each row the same bits.
+
+A split is one page's stretch of 64 absolute positions.  A row's attention over splits 0, 1, 2, … is a running state
+
+    acc = Σᵢ wᵢ·oᵢ    den = Σᵢ wᵢ    wᵢ = 2^(eᵢ−E)·rᵢ    E = maxᵢ eᵢ          result acc / den
+
+with mᵢ the largest score of split i, oᵢ its softmax-weighted values, eᵢ = ⌊mᵢ·log2 e⌋ and rᵢ = (Σ exp(score − mᵢ)) ·
+2^(mᵢ·log2 e − eᵢ), a function of the row and the split alone.  Rescaling to a new E multiplies by a power of two, which
+is exact.  So folding 16 splits in one call has the bits of folding 10, then 6; shared splits can be folded once for all
+rows of a prefix, and each row goes on alone.  (A split more than 2^100 below the largest counts as nothing.)
+
+Three kernels, each in a variant that starts a state and one that goes on with it:
+    fold     n rows × the same whole splits                      → state
+    finish   n rows × one split that all of them see, masked     → result     (a prompt's own split)
+    tail     n rows × one split each, its own, masked            → result     (a decoded row's own split)
+A masked fold serves sliding windows.  Masks are added: 0 or a large finite negative (−inf would make a wholly masked
+split NaN); its weight underflows to an exact zero.
+
+Shapes: n rows, H heads, G K/V heads, D head_dim, f splits, t positions of a split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tinyloop_service.engine.api import PAGE_TOKENS
+from tinyloop_service.engine.cpu.runtime import F32, I32, Array, GraphBuilder, Kernel
+from tinyloop_service.engine.spec import ModelSpec
+
+MASKED = np.float32(-1e30)
+_NEGLIGIBLE = 100  # binary orders of magnitude
+
+
+@dataclass(frozen=True, slots=True)
+class FoldState:
+    """acc [n, H, D], den [n, H, 1] and E [n, H, 1] of n rows; what no split has been folded into is `clear`."""
+
+    acc: Array
+    den: Array
+    top: Array
+
+    @classmethod
+    def empty(cls, rows: int, spec: ModelSpec) -> FoldState:
+        shape = (rows, spec.n_heads, 1)
+        state = cls(np.empty((*shape[:2], spec.head_dim), np.float32), *(np.empty(shape, np.float32) for _ in "de"))
+        state.clear()
+        return state
+
+    def rows(self, start: int, end: int) -> FoldState:
+        return FoldState(self.acc[start:end], self.den[start:end], self.top[start:end])
+
+    def clear(self) -> None:
+        self.acc[:], self.den[:], self.top[:] = 0, 0, MASKED
+
+    def copy_from(self, other: FoldState) -> None:
+        self.acc[:], self.den[:], self.top[:] = other.acc, other.den, other.top
+
+    def named(self, suffix: str) -> dict[str, Array]:
+        return {f"acc{suffix}": self.acc, f"den{suffix}": self.den, f"top{suffix}": self.top}
+
+
+class AttentionKernels:
+    """The kernels for one head geometry, built on first use."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._built: dict[tuple[str, bool, bool], Kernel] = {}
+
+    def fold(self, *, going_on: bool, masked: bool) -> Kernel:
+        """q [n, H, D], k and v [f, G, t, D], mask [f, 1, 1, n, t]?, state → new state."""
+        return self._get("fold", going_on, masked)
+
+    def finish(self, *, going_on: bool) -> Kernel:
+        """q, k and v [1, G, t, D], mask [1, 1, 1, n, t], state? → a [n, H·D]."""
+        return self._get("finish", going_on, True)
+
+    def tail(self, *, going_on: bool) -> Kernel:
+        """q, k and v [n, G, t, D], mask [n, 1, 1, t], state? → a [n, H·D]."""
+        return self._get("tail", going_on, True)
+
+    def _get(self, kind: str, going_on: bool, masked: bool) -> Kernel:
+        key = (kind, going_on, masked)
+        if key not in self._built:
+            graph = _AttentionGraph(self._spec, going_on, masked)
+            self._built[key] = graph.tail() if kind == "tail" else graph.shared(finish=kind == "finish")
+        return self._built[key]
+
+
+class _AttentionGraph:
+    """One graph in the making.  Inside, shared splits work on [f, H, n, …], tails on [n, H, …]."""
+
+    def __init__(self, spec: ModelSpec, going_on: bool, masked: bool) -> None:
+        self.spec, self.going_on, self.masked, self.g = spec, going_on, masked, GraphBuilder()
+
+    @cached_property
+    def powers(self) -> str:
+        """2^-i; looked up, so that it is exact whatever the library's exp does."""
+        table = np.ldexp(np.float32(1), -np.arange(128)).astype(np.float32)
+        table[_NEGLIGIBLE:] = 0
+        return self.g.constant(table)
+
+    def shared(self, *, finish: bool) -> Kernel:
+        spec, g = self.spec, self.g
+        heads, groups, dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
+        q = g.input("q", F32, ["n", heads, dim])
+        k, v = (g.input(name, F32, ["f", groups, PAGE_TOKENS, dim]) for name in "kv")
+        mask = g.input("mask", F32, ["f", 1, 1, "n", PAGE_TOKENS]) if self.masked else None
+        q = g.reshape(g.transpose(q, 1, 0, 2), groups, -1, dim)  # [G, H/G·n, D]
+        scores = self._scores(q, k)  # [f, G, H/G·n, t]
+        if mask is not None:
+            split_rows = g.reshape(scores, 0, groups, heads // groups, -1, PAGE_TOKENS)
+            scores = g.reshape(g.op("Add", split_rows, mask), 0, groups, -1, PAGE_TOKENS)
+        softmax, weights, exponent = self._weigh(scores)
+        top = g.reduce("ReduceMax", exponent, 0)  # [1, G, H/G·n, 1]: the state's axes are its last three
+        state = self._state_in(lambda x, width: g.reshape(g.transpose(x, 1, 0, 2), 1, groups, -1, width))
+        if state is not None:
+            top = g.op("Max", top, state[2])
+        weights = g.op("Mul", weights, self._power(g.op("Sub", top, exponent)))
+        terms = self._mix(g.op("Mul", softmax, weights), v)  # [f, G, H/G·n, D]
+        if state is not None:
+            faded = self._power(g.op("Sub", top, state[2]))
+            terms = g.op("Concat", g.op("Mul", state[0], faded), terms, axis=0)
+            weights = g.op("Concat", g.op("Mul", state[1], faded), weights, axis=0)
+        acc, den = (g.reduce("ReduceSum", x, 0) for x in (terms, weights))  # one addition after the other
+        rows_first = [
+            g.transpose(g.reshape(x, heads, -1, width), 1, 0, 2) for x, width in ((acc, dim), (den, 1), (top, 1))
+        ]
+        self._finish(*rows_first) if finish else self._state_out(*rows_first)
+        return g.build()
+
+    def tail(self) -> Kernel:
+        spec, g = self.spec, self.g
+        heads, groups, dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
+        q = g.reshape(g.input("q", F32, ["n", heads, dim]), -1, groups, heads // groups, dim)
+        k, v = (g.input(name, F32, ["n", groups, "t", dim]) for name in "kv")
+        mask = g.input("mask", F32, ["n", 1, 1, "t"])
+        softmax, weights, exponent = self._weigh(g.op("Add", self._scores(q, k), mask))  # [n, G, H/G, t]
+        state = self._state_in(lambda x, width: g.reshape(x, -1, groups, heads // groups, width))
+        top = exponent if state is None else g.op("Max", exponent, state[2])
+        den = g.op("Mul", weights, self._power(g.op("Sub", top, exponent)))
+        acc = self._mix(g.op("Mul", softmax, den), v)
+        if state is not None:
+            faded = self._power(g.op("Sub", top, state[2]))
+            acc = g.op("Add", g.op("Mul", state[0], faded), acc)
+            den = g.op("Add", g.op("Mul", state[1], faded), den)
+        self._finish(g.reshape(acc, -1, heads, dim), g.reshape(den, -1, heads, 1), top)
+        return g.build()
+
+    def _scores(self, q: str, k: str) -> str:
+        return self.g.contrib("FusedMatMul", q, k, transB=1, alpha=self.spec.head_dim**-0.5)
+
+    def _mix(self, weighted: str, v: str) -> str:
+        """Twice the weighted values: a factor of 1 would choose the one-row kernel, whose bits differ."""
+        return self.g.contrib("FusedMatMul", weighted, v, alpha=2.0)
+
+    def _weigh(self, scores: str) -> tuple[str, str, str]:
+        """scores → softmax, rᵢ, eᵢ.  Softmax's largest value is exactly 1 / Σ exp(score − mᵢ)."""
+        g = self.g
+        largest, softmax = g.reduce("ReduceMax", scores, -1), g.op("Softmax", scores, axis=-1)
+        binary = g.op("Mul", largest, g.constant(math.log2(math.e)))
+        exponent = g.op("Floor", binary)
+        rest = g.op("Exp", g.op("Mul", g.op("Sub", binary, exponent), g.constant(math.log(2))))
+        return softmax, g.op("Div", rest, g.reduce("ReduceMax", softmax, -1)), exponent
+
+    def _power(self, distance: str) -> str:
+        """2^-distance for whole distances ≥ 0."""
+        g = self.g
+        nearest = g.op("Min", distance, g.constant(127.0))
+        return g.op("Gather", self.powers, g.cast(nearest, I32))
+
+    def _state_in(self, arrange: Callable[[str, int], str]) -> list[str] | None:
+        if not self.going_on:
+            return None
+        spec, g = self.spec, self.g
+        widths = {"acc": spec.head_dim, "den": 1, "top": 1}
+        return [arrange(g.input(f"{name}_in", F32, ["n", spec.n_heads, w]), w) for name, w in widths.items()]
+
+    def _state_out(self, *state: str) -> None:
+        for name, x, width in zip(("acc", "den", "top"), state, (self.spec.head_dim, 1, 1), strict=True):
+            self.g.output(name, x, F32, ["n", self.spec.n_heads, width])
+
+    def _finish(self, acc: str, den: str, _top: str) -> None:
+        """acc holds twice its value; so does the divisor."""
+        g = self.g
+        result = g.op("Div", acc, g.op("Mul", den, g.constant(2.0)))
+        g.output("a", g.reshape(result, -1, self.spec.q_dim), F32, ["n", self.spec.q_dim])

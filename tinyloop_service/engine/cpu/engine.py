@@ -1,0 +1,264 @@
+"""`CpuEngine`: carries out plans.
+
+In: `Plan`s, one after the other, from one thread.  Out: `StepResult`s.  Prefill chunks and the first decode step of a
+plan go through the weights together, as one matrix.  Refuses to know about names, tenants and queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyloop_service.engine.api import PAGE_TOKENS, Limits, Plan, Prefill, RowOutput, SequenceId, StepResult
+from tinyloop_service.engine.cpu.decoding import DecodeGroup, GroupKey
+from tinyloop_service.engine.cpu.memory import page_bytes
+from tinyloop_service.engine.cpu.model import Model, Pass
+from tinyloop_service.engine.cpu.prefill import PrefillRun
+from tinyloop_service.engine.cpu.runtime import Array, use_threads
+from tinyloop_service.engine.cpu.sampling import RowSampler, sample
+from tinyloop_service.engine.cpu.sequences import Sequence, SequenceTable
+from tinyloop_service.engine.tensors import ModelWeights
+from tinyloop_service.errors import EngineFault
+from tinyloop_service.types import CacheMode, TokenLogprob
+
+MAX_ROWS = 64
+MAX_CHUNK = 512
+MAX_STEPS = 8
+ACTIVE_PAGES = 2  # float32 for fp16
+
+
+class CpuEngine:
+    """An `Engine`.  Construction compiles the kernels and checks that a row's bits do not depend on its company."""
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        *,
+        kv_memory: int,
+        cache_mode: CacheMode = CacheMode.FP16,
+        threads: int | None = None,
+        accuracy_level: int = 4,
+        debug: bool = False,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """kv_memory: bytes for pages and active forms.
+
+        accuracy_level: of INT4 products; 4 rounds activations to int8, 0 and 1 keep them float32.  threads: of the
+        whole process, None for every core it may use.  debug: pages are poisoned when given back.
+        """
+        if cache_mode is not CacheMode.FP16:
+            raise ValueError(f"cache_mode is {cache_mode.value}; the CPU engine stores {CacheMode.FP16.value}")
+        report = progress or (lambda _: None)
+        threads = use_threads(threads)
+        report(f"compiling kernels for {threads} threads")
+        self._limits = _limits(weights, kv_memory, cache_mode)
+        self._model = Model(weights, max_rows=MAX_ROWS + MAX_CHUNK, accuracy_level=accuracy_level, threads=threads)
+        self._table = SequenceTable(weights.spec, self._limits.num_pages, debug=debug)
+        self._groups: dict[GroupKey, DecodeGroup] = {}
+        self._seats: dict[SequenceId, DecodeGroup] = {}
+        self._decode_pass: tuple[tuple[tuple[int, int], ...], Pass] | None = None
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def step(self, plan: Plan) -> StepResult:
+        """Run `plan`.  Any failure is an EngineFault: its sequences are lost, the engine and the others live on."""
+        try:
+            return self._step(plan)
+        except EngineFault:
+            raise
+        except Exception as error:
+            raise EngineFault(f"step {plan.number} failed: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        self._decode_pass = None
+        self._seats.clear()
+        self._groups.clear()
+
+    def read_kv(self, seq: SequenceId) -> Array:
+        """What the pages of a sequence hold of its own tokens, inherited ones of its first page included.
+
+        fp16 (cache layers, 2, n_kv_heads, tokens, head_dim).  For tests and tools; not part of the `Engine` protocol.
+        """
+        return self._table.read(seq)
+
+    def read_logits(self, prefix: SequenceId) -> NDArray[np.float32]:
+        """The logits (vocab_size,) of a built prefix's last token.  For tests and tools, as `read_kv`."""
+        logits = self._table[prefix].logits
+        assert logits is not None, f"sequence {prefix} is no prefix, or not built"
+        return logits
+
+    def _step(self, plan: Plan) -> StepResult:
+        self._change_sequences(plan)
+        drawn = _Drawn()
+        self._sample_first(plan.first, drawn)
+        runs = [self._prefill_run(prefill) for prefill in plan.prefill]
+        self._seat(plan.decode)
+        if runs or plan.decode:
+            self._advance(runs, [prefill.last for prefill in plan.prefill], drawn)
+        for _ in range(plan.num_steps - 1 if plan.decode else 0):
+            self._advance([], [], drawn)
+        for drop in plan.drop:
+            self._table.drop(drop.seq, drop.first_block)
+        return drawn.result()
+
+    def _change_sequences(self, plan: Plan) -> None:
+        for seq in plan.close:
+            self._unseat(seq, keep=False)
+            self._table.close(seq)
+        self._table.released(plan.released)
+        for seq in plan.deactivate:
+            self._table.deactivate(seq)
+        if plan.close or plan.deactivate:
+            self._decode_pass = None  # it would keep their arrays alive
+        for opening in plan.open:
+            self._table.open(opening)
+        for extension in plan.extend:
+            self._table.extend(extension.seq, extension.blocks)
+        for clone in plan.clone:
+            self._table.pool.copy(clone.source, clone.target, clone.num_tokens)
+        for seq in plan.activate:
+            self._table.activate(seq)
+
+    def _prefill_run(self, prefill: Prefill) -> PrefillRun:
+        sequence = self._table[prefill.seq]
+        assert prefill.start == sequence.length, f"sequence {prefill.seq} has {sequence.length} tokens"
+        track = self._table.grow_track(sequence, sequence.length + len(prefill.tokens))
+        return PrefillRun(self._model.attention, self._table.pool, sequence, track, prefill.tokens)
+
+    def _seat(self, rows: Iterable[SequenceId]) -> None:
+        """Exactly `rows` take part in the next decode step."""
+        wanted = set(rows)
+        for seq in self._seats.keys() - wanted:
+            self._unseat(seq, keep=True)
+        for seq in rows:
+            if seq not in self._seats:
+                self._seats[seq] = group = self._group(GroupKey.of(self._table[seq]))
+                group.join(self._table[seq])
+
+    def _group(self, key: GroupKey) -> DecodeGroup:
+        if key not in self._groups:
+            self._groups[key] = DecodeGroup(self._model.spec, self._model.attention, self._table, key)
+        return self._groups[key]
+
+    def _unseat(self, seq: SequenceId, *, keep: bool) -> None:
+        group = self._seats.pop(seq, None)
+        if group is not None:
+            group.leave(seq, keep=keep)
+            if not group.num_rows:
+                del self._groups[group.key]
+
+    def _advance(self, prefills: list[PrefillRun], last: list[bool], drawn: _Drawn) -> None:
+        """One forward pass of `prefills` and every seated row, and what is drawn from it."""
+        groups = list(self._groups.values())
+        for group in groups:
+            group.prepare()
+        forward = self._plan_pass(prefills, groups)
+        self._model.run(forward)
+        places = {id(placed.run): placed for placed in forward.placed}
+        takers: list[tuple[Sequence, int]] = []  # who wants logits, and their row
+        for run, ends in zip(prefills, last, strict=True):
+            run.sequence.length += run.num_rows
+            if ends:
+                takers.append((run.sequence, places[id(run)].end - 1))
+        for group in groups:
+            first = places[id(group)].start
+            for i, sequence in enumerate(group.rows):
+                sequence.length += 1
+                takers.append((sequence, first + i))
+        for at in range(0, len(takers), MAX_ROWS):
+            part = takers[at : at + MAX_ROWS]
+            self._draw([s for s, _ in part], self._model.logits(forward.result[[row for _, row in part]]), drawn)
+
+    def _plan_pass(self, prefills: list[PrefillRun], groups: list[DecodeGroup]) -> Pass:
+        """Passes that only decode are kept: most of them are like the one before."""
+        if prefills:
+            return self._model.plan([*prefills, *groups])
+        signature = tuple((id(group), group.revision) for group in groups)
+        if self._decode_pass is None or self._decode_pass[0] != signature:
+            self._decode_pass = signature, self._model.plan(groups)
+        return self._decode_pass[1]
+
+    def _sample_first(self, rows: Iterable[SequenceId], drawn: _Drawn) -> None:
+        sequences = [self._table[seq] for seq in rows]
+        if sequences:
+            self._draw(sequences, np.stack([_kept_logits(s) for s in sequences]), drawn)
+
+    def _draw(self, sequences: list[Sequence], logits: NDArray[np.float32], drawn: _Drawn) -> None:
+        """Sample a request's next token; keep a prefix's logits.  logits: (sequences, vocab_size)."""
+        rows: list[int] = []
+        samplers: list[RowSampler] = []
+        for i, sequence in enumerate(sequences):
+            if sequence.sampler is None:
+                sequence.logits = logits[i].copy()
+            else:
+                rows.append(i)
+                samplers.append(sequence.sampler)
+        if not rows:
+            return
+        if len(rows) < len(sequences):
+            logits = logits[rows]
+        tokens, logprobs = sample(logits, samplers, [sequences[i].length for i in rows])
+        for i, token, logprob in zip(rows, tokens.tolist(), logprobs, strict=True):
+            sequences[i].last_token = token
+            drawn.add(sequences[i].id, token, logprob)
+
+
+class _Drawn:
+    """What a plan's rows drew so far."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[SequenceId, list[int]] = {}
+        self._logprobs: dict[SequenceId, list[TokenLogprob]] = {}
+
+    def add(self, seq: SequenceId, token: int, logprob: TokenLogprob | None) -> None:
+        self._tokens.setdefault(seq, []).append(token)
+        if logprob is not None:
+            self._logprobs.setdefault(seq, []).append(logprob)
+
+    def result(self) -> StepResult:
+        return StepResult(
+            tuple(
+                RowOutput(seq, tuple(tokens), tuple(self._logprobs.get(seq, ())))
+                for seq, tokens in self._tokens.items()
+            )
+        )
+
+
+def _kept_logits(sequence: Sequence) -> NDArray[np.float32]:
+    parent = sequence.parent
+    assert parent is not None and parent.logits is not None, f"sequence {sequence.id}: no logits were kept"
+    return parent.logits
+
+
+def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode) -> Limits:
+    spec = weights.spec
+    num_pages = kv_memory // page_bytes(spec)
+    least = spec.cache_layers(spec.default_loops) * (1 + ACTIVE_PAGES)
+    if num_pages < least:
+        need = least * page_bytes(spec)
+        raise ValueError(f"kv_memory is {kv_memory} bytes; {PAGE_TOKENS} tokens alone take {need}")
+    return Limits(
+        model_id=weights.model_id,
+        vocab_size=spec.vocab_size,
+        default_loops=spec.default_loops,
+        max_loops=spec.max_loops,
+        max_seq_len=spec.max_seq_len,
+        pre_blocks=spec.pre_blocks,
+        loop_blocks=spec.loop_blocks,
+        post_blocks=spec.post_blocks,
+        eos_token_ids=spec.eos_token_ids,
+        cache_mode=cache_mode,
+        num_pages=num_pages,
+        page_bytes=page_bytes(spec),
+        max_rows=MAX_ROWS,
+        max_chunk=MAX_CHUNK,
+        max_steps=MAX_STEPS,
+        split_tokens=PAGE_TOKENS,
+        active_pages_per_page=ACTIVE_PAGES,
+    )

@@ -1,0 +1,177 @@
+"""Where K and V lie: the pool of stored pages, and the float32 forms that attention reads.
+
+    PagePool    fp16, the truth: page = [K or V, G, 64 tokens, D], one cache layer of one 64-token stretch
+    Track       float32, contiguous over splits: what a sequence owns, per layer K and V [splits, G, 64, D]
+    TailArena   float32, contiguous over rows: the split each decoding row is filling, per layer [rows, G, t, D]
+
+Every value in a Track or a TailArena is the fp16 value of a page, widened.  float32 is only the faster form to read:
+ONNX Runtime widens fp16 more slowly than it reads twice the bytes.  Refuses to know about sequences and attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyloop_service.engine.api import PAGE_TOKENS, Block
+from tinyloop_service.engine.cpu.runtime import F16, F32, Array, GraphBuilder, Kernel
+from tinyloop_service.engine.spec import ModelSpec
+
+TAIL_SIZES = (PAGE_TOKENS // 2, PAGE_TOKENS)  # half a split is read until it is full: zeros beyond change no bit
+
+
+class PagePool:
+    """`num_pages` pages; memory is committed as pages are first written."""
+
+    def __init__(self, num_pages: int, spec: ModelSpec) -> None:
+        self._pages: NDArray[np.float16] = np.empty(page_shape(spec, num_pages), np.float16)
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._pages)
+
+    def zero(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            for page in block:
+                self._pages[page] = 0
+
+    def poison(self, pages: Iterable[int]) -> None:
+        """NaN: whoever reads a page that was given back shows at once."""
+        for page in pages:
+            self._pages[page] = np.nan
+
+    def copy(self, source: Block, target: Block, num_tokens: int) -> None:
+        for a, b in zip(source, target, strict=True):
+            self._pages[b, :, :, :num_tokens] = self._pages[a, :, :, :num_tokens]
+
+    def write_run(self, page: int, slot: int, kv: NDArray[np.float16]) -> None:
+        """kv [n, 2, G, D] to n neighbouring slots of one page."""
+        self._pages[page, :, :, slot : slot + len(kv)] = kv.transpose(1, 2, 0, 3)
+
+    def write_rows(self, pages: Array, slots: Array, kv: NDArray[np.float16]) -> None:
+        """kv [n, 2, G, D], each row to a slot of a page of its own."""
+        self._pages[pages, :, :, slots] = kv
+
+    def read(self, pages: Array) -> NDArray[np.float16]:
+        """A copy, [n, 2, G, 64, D]."""
+        return self._pages[pages]
+
+
+def page_shape(spec: ModelSpec, *leading: int) -> tuple[int, ...]:
+    return (*leading, 2, spec.n_kv_heads, PAGE_TOKENS, spec.head_dim)
+
+
+def page_bytes(spec: ModelSpec) -> int:
+    return int(np.prod(page_shape(spec))) * 2
+
+
+def widening_kernel() -> Kernel:
+    """stored, any shape → float32; several times faster than NumPy's conversion."""
+    g = GraphBuilder()
+    g.output("read", g.cast(g.input("stored", F16, ["n"]), F32), F32, ["n"])
+    return g.build()
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRange:
+    """Splits first … end−1, absolute, of one track."""
+
+    track: Track
+    first: int
+    end: int
+
+    @property
+    def num_splits(self) -> int:
+        return self.end - self.first
+
+    def arrays(self, layer: int) -> dict[str, Array]:
+        """k and v, [splits, G, 64, D] each."""
+        at = slice(self.first - self.track.first, self.end - self.track.first)
+        return {"k": self.track.keys[layer][at], "v": self.track.values[layer][at]}
+
+
+class Track:
+    """Splits first … end−1 of a sequence, absolute; unwritten positions are zero."""
+
+    def __init__(self, spec: ModelSpec, num_layers: int, first: int) -> None:
+        self._spec, self.first = spec, first
+        self.keys: list[Array] = [self._zeros(0) for _ in range(num_layers)]
+        self.values: list[Array] = [self._zeros(0) for _ in range(num_layers)]
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.keys[0])
+
+    def _zeros(self, splits: int) -> Array:
+        return np.zeros((splits, self._spec.n_kv_heads, PAGE_TOKENS, self._spec.head_dim), np.float32)
+
+    def grow(self, end: int) -> None:
+        """Make room up to split `end`, and for half as much again if this is not the first time."""
+        held = len(self.keys[0])
+        if end - self.first > held:
+            self._move(0, max(end - self.first, held + held // 2))
+
+    def drop(self, first: int) -> None:
+        """Forget the splits below `first`."""
+        if first > self.first:
+            gone = min(first - self.first, len(self.keys[0]))
+            self._move(gone, len(self.keys[0]) - gone)
+            self.first = first
+
+    def _move(self, skipped: int, size: int) -> None:
+        for arrays in (self.keys, self.values):
+            for layer, old in enumerate(arrays):
+                kept = old[skipped : skipped + size]
+                arrays[layer] = self._zeros(size)
+                arrays[layer][: len(kept)] = kept
+
+    def write_run(self, layer: int, position: int, kv: Array) -> None:
+        """kv [n, 2, G, D] to n neighbouring positions of one split."""
+        split, slot = divmod(position, PAGE_TOKENS)
+        for arrays, x in ((self.keys, kv[:, 0]), (self.values, kv[:, 1])):
+            arrays[layer][split - self.first, :, slot : slot + len(x)] = x.transpose(1, 0, 2)
+
+    def split(self, layer: int, index: int) -> tuple[Array, Array]:
+        """K and V [G, 64, D] of one absolute split; views."""
+        return self.keys[layer][index - self.first], self.values[layer][index - self.first]
+
+
+class TailArena:
+    """One split of `size` positions for each row of a group; rows are dense: the last one fills a gap."""
+
+    def __init__(self, spec: ModelSpec, num_layers: int, size: int) -> None:
+        self._spec, self.size = spec, size
+        self.rows: list[int] = []  # sequence ids, by slot
+        self.keys: list[Array] = [self._empty(0) for _ in range(num_layers)]
+        self.values: list[Array] = [self._empty(0) for _ in range(num_layers)]
+
+    def _empty(self, rows: int) -> Array:
+        return np.empty((rows, self._spec.n_kv_heads, self.size, self._spec.head_dim), np.float32)
+
+    def append(self, seq: int) -> int:
+        """A slot, zeroed."""
+        slot, held = len(self.rows), len(self.keys[0])
+        for arrays in (self.keys, self.values):
+            for layer, old in enumerate(arrays):
+                if slot == held:
+                    arrays[layer] = self._empty(held + max(1, held // 2))
+                    arrays[layer][:held] = old
+                arrays[layer][slot] = 0
+        self.rows.append(seq)
+        return slot
+
+    def remove(self, slot: int) -> None:
+        last = len(self.rows) - 1
+        if slot != last:
+            self.rows[slot] = self.rows[last]
+            for arrays in (self.keys, self.values):
+                for x in arrays:
+                    x[slot] = x[last]
+        self.rows.pop()
+
+    def arrays(self, layer: int) -> dict[str, Array]:
+        n = len(self.rows)
+        return {"k": self.keys[layer][:n], "v": self.values[layer][:n]}

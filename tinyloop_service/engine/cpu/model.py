@@ -1,0 +1,163 @@
+"""The forward pass: any mix of runs as one matrix of rows through the blocks.
+
+    ids → embedding → pre blocks → loop blocks × loops → post blocks → head, for the rows that are asked for
+
+Runs stand in the order of falling depth, so that the rows still in the loop are always the first ones; rows that are
+done wait in an array of their own.  What a pass does is written down once, as a list of steps with all memory bound,
+and then run; decoding repeats the list until its layout changes.  Refuses to know about plans, pages and sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tinyloop_service.engine.cpu.attention import AttentionKernels
+from tinyloop_service.engine.cpu.layers import BlockKernels, LayerCompiler
+from tinyloop_service.engine.cpu.rows import RowArrays, Run, Step
+from tinyloop_service.engine.cpu.runtime import Array
+from tinyloop_service.engine.spec import BlockKind
+from tinyloop_service.engine.tensors import BlockWeights, ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A run and its rows start … end−1 of the matrix."""
+
+    run: Run
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The steps of one forward pass; its result lies in `result`, row by row."""
+
+    placed: tuple[Placed, ...]
+    steps: tuple[Step, ...]
+    result: Array  # (rows, d_model)
+
+
+def even(n: int) -> int:
+    return n + n % 2
+
+
+class Model:
+    """Weights, kernels and the arrays of a pass of at most `max_rows` rows."""
+
+    def __init__(self, weights: ModelWeights, *, max_rows: int, accuracy_level: int, threads: int) -> None:
+        self.spec = spec = weights.spec
+        self._embed = weights.embed
+        compiler = LayerCompiler(weights, accuracy_level=accuracy_level, threads=threads)
+        self._blocks: dict[tuple[BlockKind, int], BlockKernels] = {}
+        groups: dict[BlockKind, tuple[BlockWeights, ...]] = {
+            "pre": weights.pre,
+            "loop": weights.loop,
+            "post": weights.post,
+        }
+        for kind, blocks in groups.items():
+            for index, block in enumerate(blocks):
+                self._blocks[kind, index] = compiler.block(block)
+        self._norm = compiler.norm() if spec.loop_norm else None
+        self._head = compiler.head(normed=spec.loop_norm and not spec.post_blocks)
+        self.attention = AttentionKernels(spec)
+        self._rows = RowArrays.empty(even(max_rows), spec)
+        width = (even(max_rows), spec.d_model)
+        self._x = (np.zeros(width, np.float32), np.zeros(width, np.float32))
+        self._done = np.zeros(width, np.float32)
+        self._injected = np.zeros(width, np.float32) if spec.inject == "add" else None
+        self._tokens = np.zeros(even(max_rows), np.int64)
+        self._positions = np.zeros((1, even(max_rows)), np.int64)
+
+    def plan(self, runs: Sequence[Run]) -> Pass:
+        """Write down the pass of `runs`, none of them empty."""
+        return _PassWriter(self, runs).write()
+
+    def run(self, forward: Pass) -> None:
+        rows = forward.placed[-1].end
+        for placed in forward.placed:
+            placed.run.fill(self._tokens[placed.start : placed.end], self._positions[0, placed.start : placed.end])
+        self._x[0][:rows] = self._embed[self._tokens[:rows]]
+        self._x[0][rows : even(rows)] = self._x[0][rows - 1]
+        self._positions[0, rows : even(rows)] = self._positions[0, rows - 1]
+        for step in forward.steps:
+            step()
+
+    def logits(self, x: Array) -> Array:
+        """x [rows, d_model] → [rows, vocab_size]."""
+        rows = len(x)
+        padded = np.concatenate([x, x[-1:]]) if rows % 2 else np.ascontiguousarray(x)
+        logits = np.empty((len(padded), self.spec.vocab_size), np.float32)
+        self._head.run({"x": padded}, {"logits": logits})
+        return logits[:rows]
+
+
+class _PassWriter:
+    """Writes the steps of one pass; follows which of the two matrices holds x."""
+
+    def __init__(self, model: Model, runs: Sequence[Run]) -> None:
+        self._model, self._steps = model, list[Step]()
+        self._placed: list[Placed] = []
+        start = 0
+        for run in sorted(runs, key=lambda run: -run.loops):
+            self._placed.append(Placed(run, start, start + run.num_rows))
+            start += run.num_rows
+        self._x, self._y = model._x
+
+    def write(self) -> Pass:
+        spec, everyone = self._model.spec, self._placed
+        for i in range(spec.pre_blocks):
+            self._block("pre", i, [(placed, i) for placed in everyone])
+        self._save_injected()
+        active = everyone
+        for loop in range(everyone[0].run.loops):
+            active = self._let_go(active, loop)
+            self._loop(active, spec.pre_blocks + loop * spec.loop_blocks)
+        if len(active) < len(everyone):
+            self._let_go(active, everyone[0].run.loops)
+            self._x, done = self._model._done, self._x
+            self._y = done
+        for p in range(spec.post_blocks):
+            self._block(
+                "post", p, [(placed, spec.cache_layers(placed.run.loops) - spec.post_blocks + p) for placed in everyone]
+            )
+        return Pass(tuple(everyone), tuple(self._steps), self._x[: everyone[-1].end])
+
+    def _let_go(self, active: list[Placed], loop: int) -> list[Placed]:
+        """The runs that go through loop number `loop`; the others' rows are saved."""
+        going = [placed for placed in active if placed.run.loops > loop]
+        if len(going) < len(active):
+            x, done = self._x, self._model._done
+            at = slice(going[-1].end if going else 0, active[-1].end)
+            self._steps.append(lambda: done.__setitem__(at, x[at]))
+        return going
+
+    def _save_injected(self) -> None:
+        injected, x = self._model._injected, self._x
+        if injected is not None:
+            self._steps.append(lambda: injected.__setitem__(slice(None), x))
+
+    def _loop(self, active: list[Placed], first_layer: int) -> None:
+        model, rows = self._model, even(active[-1].end)
+        if model._injected is not None:
+            x, injected = self._x[:rows], model._injected[:rows]
+            self._steps.append(lambda: x.__iadd__(injected))
+        for j in range(model.spec.loop_blocks):
+            self._block("loop", j, [(placed, first_layer + j) for placed in active])
+        if model._norm is not None:
+            self._steps.append(model._norm.bind({"x": self._x[:rows]}, {"y": self._y[:rows]}))
+            self._x, self._y = self._y, self._x
+
+    def _block(self, kind: BlockKind, index: int, runs: list[tuple[Placed, int]]) -> None:
+        """One block over the runs' rows; each run with the cache layer it is at."""
+        model, rows = self._model, even(runs[-1][0].end)
+        arrays = model._rows.rows(0, rows)
+        kernels, x, y = model._blocks[kind, index], self._x[:rows], self._y[:rows]
+        outputs = {"q": arrays.q, "kv16": arrays.kv16, "kv32": arrays.kv32}
+        self._steps.append(kernels.attend_in.bind({"x": x, "positions": model._positions[:, :rows]}, outputs))
+        for placed, layer in runs:
+            self._steps.extend(placed.run.attend(layer, arrays.rows(placed.start, placed.end)))
+        self._steps.append(kernels.attend_out.bind({"x": x, "a": arrays.a}, {"y": y}))
+        self._x, self._y = self._y, self._x

@@ -1,0 +1,167 @@
+"""A sequence as the engine holds it: its place in the chain of parents, its pages, its float32 form, its last token.
+
+In: the Open, Extend, Clone, Drop and close operations of a plan, carried out by the `SequenceTable`.  Out: for a
+sequence and a range of splits, the tracks that hold them.  Refuses to know how attention reads them.
+
+    positions   0 ………… parent.start ………… start ………………… length
+    read from   grandparent's track   parent's track   own track │ own tail, while decoding (`decoding.py`)
+
+A sequence's own track begins with the split in which its inherited tokens end, and holds a copy of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyloop_service.engine.api import PAGE_TOKENS, Block, Open, SequenceId
+from tinyloop_service.engine.cpu.memory import PagePool, SplitRange, Track, page_shape, widening_kernel
+from tinyloop_service.engine.cpu.sampling import RowSampler
+from tinyloop_service.engine.spec import ModelSpec
+from tinyloop_service.types import Sampling
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Mutable; owned by the engine thread."""
+
+    id: SequenceId
+    parent: Sequence | None
+    start: int  # inherited tokens
+    loops: int
+    window: int
+    sampler: RowSampler | None  # None: a prefix
+    length: int
+    first_block: int  # absolute index of blocks[0]
+    blocks: list[Block] = field(default_factory=list)
+    track: Track | None = None
+    last_token: int = -1
+    logits: NDArray[np.float32] | None = None  # of a prefix's last token, (vocab_size,)
+
+    @property
+    def first_split(self) -> int:
+        """The first split of its own track."""
+        return self.start // PAGE_TOKENS
+
+    def page(self, block: int, layer: int) -> int:
+        return self.blocks[block - self.first_block][layer]
+
+    def first_visible(self, position: int) -> int:
+        """The first split that a token at `position` reads."""
+        return max(0, position - self.window + 1) // PAGE_TOKENS if self.window else 0
+
+
+class SequenceTable:
+    """All open sequences, the page pool, and the making and dropping of tracks."""
+
+    def __init__(self, spec: ModelSpec, num_pages: int, *, debug: bool) -> None:
+        self._spec, self._debug = spec, debug
+        self._open: dict[SequenceId, Sequence] = {}
+        self._widen = widening_kernel()
+        self.pool = PagePool(num_pages, spec)
+
+    def __getitem__(self, seq: SequenceId) -> Sequence:
+        return self._open[seq]
+
+    def open(self, o: Open) -> Sequence:
+        parent = None if o.parent is None else self._open[o.parent]
+        assert o.seq not in self._open, f"sequence {o.seq} is open already"
+        assert o.start == (parent.length if parent else 0), (
+            f"sequence {o.seq} starts at {o.start}, not at its parent's end"
+        )
+        sampler = None if o.sampling is None else self._sampler(o.sampling, o.prompt)
+        sequence = Sequence(
+            o.seq, parent, o.start, o.loops, o.cache_window, sampler, o.start, first_block=o.start // PAGE_TOKENS
+        )
+        self._open[o.seq] = sequence
+        return sequence
+
+    def _sampler(self, sampling: Sampling, prompt: tuple[int, ...]) -> RowSampler:
+        return RowSampler(sampling, self._spec.vocab_size, prompt)
+
+    def close(self, seq: SequenceId) -> None:
+        del self._open[seq]
+
+    def released(self, pages: tuple[int, ...]) -> None:
+        if self._debug:
+            self.pool.poison(pages)
+
+    def extend(self, seq: SequenceId, blocks: tuple[Block, ...]) -> None:
+        self.pool.zero(blocks)
+        self._open[seq].blocks.extend(blocks)
+
+    def drop(self, seq: SequenceId, first_block: int) -> None:
+        sequence = self._open[seq]
+        gone = first_block - sequence.first_block
+        if gone > 0:
+            del sequence.blocks[:gone]
+            sequence.first_block = first_block
+            if sequence.track:
+                sequence.track.drop(first_block)
+
+    def deactivate(self, seq: SequenceId) -> None:
+        self._open[seq].track = None
+
+    def activate(self, seq: SequenceId) -> None:
+        """Make the track of a sequence from its pages, if it has none."""
+        sequence = self._open[seq]
+        if sequence.track is not None or not sequence.blocks:
+            return
+        sequence.track = Track(self._spec, self._spec.cache_layers(sequence.loops), sequence.first_block)
+        filled = -(-sequence.length // PAGE_TOKENS) - sequence.first_block
+        sequence.track.grow(sequence.first_block + filled)
+        for layer in range(self._spec.cache_layers(sequence.loops)):
+            pages = np.array([block[layer] for block in sequence.blocks[:filled]])
+            wide = np.empty(page_shape(self._spec, filled), np.float32)
+            self._widen.run({"stored": self.pool.read(pages).reshape(-1)}, {"read": wide.reshape(-1)})
+            sequence.track.keys[layer][:filled] = wide[:, 0]
+            sequence.track.values[layer][:filled] = wide[:, 1]
+
+    def read(self, seq: SequenceId) -> NDArray[np.float16]:
+        """The stored K and V of its own pages, (layers, 2, G, tokens, D)."""
+        sequence = self._open[seq]
+        tokens = sequence.length - sequence.first_block * PAGE_TOKENS
+        filled = sequence.blocks[: -(-tokens // PAGE_TOKENS)]
+        pages = self.pool.read(np.array(filled, np.intp).T)  # (layers, blocks, 2, G, 64, D)
+        joined = pages.transpose(0, 2, 3, 1, 4, 5).reshape(
+            len(pages), 2, self._spec.n_kv_heads, -1, self._spec.head_dim
+        )
+        return joined[:, :, :, :tokens]
+
+    def grow_track(self, sequence: Sequence, end: int) -> Track:
+        """The sequence's track with room for positions up to `end`, inherited tokens of its first split copied."""
+        if sequence.track is None:
+            sequence.track = Track(self._spec, self._spec.cache_layers(sequence.loops), sequence.first_split)
+            sequence.track.grow(self._allotted(sequence, end))
+            if inherited := sequence.start % PAGE_TOKENS:
+                for layer in range(self._spec.cache_layers(sequence.loops)):
+                    mine, source = sequence.track.split(layer, sequence.first_split), inherited_split(sequence, layer)
+                    for a, b in zip(mine, source, strict=True):
+                        a[:, :inherited] = b[:, :inherited]
+        sequence.track.grow(-(-end // PAGE_TOKENS))
+        return sequence.track
+
+    def _allotted(self, sequence: Sequence, end: int) -> int:
+        return max(
+            -(-end // PAGE_TOKENS), sequence.first_block + len(sequence.blocks) if sequence.sampler is None else 0
+        )
+
+
+def inherited_split(sequence: Sequence, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The parent's K and V [G, 64, D] of the split in which the inherited tokens end."""
+    assert sequence.parent is not None and sequence.parent.track is not None, "the parent is not active"
+    return sequence.parent.track.split(layer, sequence.first_split)
+
+
+def inherited_ranges(sequence: Sequence, first: int) -> Iterator[SplitRange]:
+    """The whole splits that `sequence` reads through its parents, from split `first` on, in order."""
+    if sequence.parent is None:
+        return
+    yield from inherited_ranges(sequence.parent, first)
+    begin, end = max(first, sequence.parent.first_split), sequence.first_split
+    if begin < end:
+        assert sequence.parent.track is not None, f"sequence {sequence.parent.id} is read but not active"
+        yield SplitRange(sequence.parent.track, begin, end)
