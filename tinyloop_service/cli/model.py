@@ -38,6 +38,8 @@ def init(path: Path, size: str, seed: int, tokenizer: Path | None, force: bool, 
 
     if path.exists() and not force:
         raise click.UsageError(f"{path} exists; give another path, or --force to replace it")
+    if not path.parent.is_dir():
+        raise click.UsageError(f"{path.parent} is no directory; make it first")
     with output.waiting(f"drawing the weights of {size}") as say:
         weights = random_model(size, seed, tokenizer=tokenizer.read_bytes() if tokenizer else None)
         say(f"writing {path}")

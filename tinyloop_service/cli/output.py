@@ -16,7 +16,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 QUIET_S = 2.0  # a wait longer than this shows what it waits for
@@ -50,13 +49,10 @@ def plain(value: object) -> Any:
 
 def print_facts(facts: Mapping[str, object]) -> None:
     """A two-column list, empty values left out."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        if value not in (None, ""):
-            table.add_row(name.replace("_", " "), Text(str(value)))
-    out.print(table)
+    shown = {name.replace("_", " "): str(value) for name, value in facts.items() if value not in (None, "")}
+    width = max(map(len, shown))
+    for name, value in shown.items():
+        out.print(Text.assemble((name.ljust(width), "dim"), "  ", value))
 
 
 def print_error(message: str) -> None:

@@ -1,0 +1,133 @@
+"""Commands that need no server: help, wrong usage, model files, the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from command_harness import Done, tinyloop, tinyloop_process
+
+from tinyloop_service.cli.main import group
+
+
+def commands(parent: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, command in parent.commands.items():
+        yield (*path, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("path", list(commands(group)), ids=" ".join)
+def test_every_command_teaches_by_example(path: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(group, [*path, "--help"], prog_name="tinyloop")
+    assert shown.exit_code == 0
+    example = f"tinyloop {' '.join(path)}"
+    assert "Example" in shown.output
+    assert shown.output.count(example) >= 2, "the usage line and an example"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bogus"],
+        ["prefix"],
+        ["prefix", "create", "x"],
+        ["prefix", "create", "x", "text", "--tokens", "1,2"],
+        ["prefix", "create", "x", "--tokens", "1,two"],
+        ["prefix", "create", "x", "text", "--ttl", "soon"],
+        ["prefix", "create", "x", "--file", "/nonexistent"],
+        ["prefix", "update", "x"],
+        ["prefix", "update", "x", "--ttl", "1h", "--no-expiry"],
+        ["generate"],
+        ["generate", "text", "--max-tokens", "0"],
+        ["serve", "--listen", "0.0.0.0:50051"],
+        ["serve", "--threads", "many"],
+        ["init", "--size", "huge", "x.tinyloop"],
+        ["init", "--size", "tiny", "/nonexistent/x.tinyloop"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
+    done = tinyloop(*arguments, status=2)
+    assert done.out == ""
+    assert "Usage: tinyloop" in done.err
+
+
+def test_no_server_is_one_line_and_a_way_out() -> None:
+    done = tinyloop("prefix", "list", "--target", "127.0.0.1:1", status=1)
+    [line] = done.err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert "tinyloop serve" in line
+
+
+def test_inspect_verifies_what_init_wrote(tiny: Path) -> None:
+    facts = tinyloop("inspect", tiny, "--json").json
+    assert facts["spec"]["default_loops"] == 4
+    assert len(facts["model_id"]) == 64
+    assert facts["model_id"] in tinyloop("inspect", tiny).out
+
+
+def test_init_draws_the_same_model_from_the_same_seed(tmp_path: Path) -> None:
+    ids = [
+        tinyloop("init", "--size", "tiny", tmp_path / f"{n}.tinyloop", "--seed", seed, "--json").json["model_id"]
+        for n, seed in enumerate(("0", "0", "1"))
+    ]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_init_replaces_only_when_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.tinyloop"
+    path.write_bytes(b"dear")
+    tinyloop("init", "--size", "tiny", path, status=2)
+    assert path.read_bytes() == b"dear"
+    tinyloop("init", "--size", "tiny", path, "--force")
+    tinyloop("inspect", path)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "foreign", "missing"])
+def test_a_damaged_model_file_is_one_clear_error(tiny: Path, tmp_path: Path, damage: str) -> None:
+    path, whole = tmp_path / "bad.tinyloop", bytearray(tiny.read_bytes())
+    if damage == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "changed":
+        whole[-1000] ^= 1
+        path.write_bytes(whole)
+    elif damage == "foreign":
+        path.write_bytes(b"GGUF" + bytes(1000))
+    assert_one_clear_error(tinyloop("inspect", path, status=1))
+
+
+def test_serve_refuses_a_damaged_model_file(tmp_path: Path) -> None:
+    path = tmp_path / "bad.tinyloop"
+    path.write_bytes(bytes(100))
+    addresses = ("--listen", "127.0.0.1:0", "--health-listen", "none")
+    assert_one_clear_error(tinyloop_process("serve", "--model", path, *addresses, "--log-level", "error", status=1))
+
+
+def assert_one_clear_error(done: Done) -> None:
+    assert done.out == ""
+    [line] = done.err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert "bad.tinyloop" in line
+
+
+def test_bench_prints_what_scripts_rely_on(tiny: Path) -> None:
+    done = tinyloop(
+        *("bench", "--model", tiny, "--prefix", "100", "--rows", "1", "3", "12", "--new-tokens", "4", "--rounds", "1"),
+        "--json",
+    )
+    report = done.json
+    for key in ("decode_step_ms", "shared_ms", "no_cache_ms", "speedup", "predicted_speedup"):
+        assert report[key].keys() == {"1", "3", "12"}, key
+        assert all(value > 0 for value in report[key].values()), key
+    assert report["no_cache_scaled"] == ["12"], "measured up to 10 requests"
+    assert report["engine"] == "cpu"
+    assert report["machine"]
+    assert report["prefill_ms"] > 0
+    assert report["prefix_bytes"] == 2 * 6 * 64 * 256 * 2 * 2, (
+        "two pages of 64 tokens in each of 6 layers, K and V, fp16"
+    )
+    assert report["predicted_speedup"]["1"] == 1.0

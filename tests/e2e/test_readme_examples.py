@@ -1,0 +1,55 @@
+"""The Python in README runs as printed, against a real server."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_harness import ROOT, TIMEOUT_S, clean_environment, serving
+
+from tinyloop_service.demo import MODEL_PATH
+
+PRINTED_ADDRESS = "127.0.0.1:50051"
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run(code: str, folder: Path) -> str:
+    path = folder / "example.py"
+    path.write_text(code, encoding="utf-8")
+    command = [sys.executable, "-W", "error", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_there_are_two_examples_and_the_first_is_short() -> None:
+    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES[0].strip().splitlines()) <= 24
+
+
+def test_the_client_example(tmp_path: Path) -> None:
+    assert PRINTED_ADDRESS in EXAMPLES[0]
+    with serving("--model", MODEL_PATH) as server:
+        out = run(EXAMPLES[0].replace(PRINTED_ADDRESS, server.address), tmp_path)
+    assert len(re.findall(r"^In the beginning God created the heaven and the earth\. And ", out, re.MULTILINE)) == 3
+
+
+def test_the_in_process_example(tmp_path: Path) -> None:
+    assert len(run(EXAMPLES[1], tmp_path).strip()) > 20
+
+
+@pytest.mark.parametrize("block", re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
+def test_shell_examples_name_commands_that_exist(block: str) -> None:
+    from tinyloop_service.cli.main import group
+
+    for line in block.splitlines():
+        words = line.removeprefix("$ ").split("#")[0].split()
+        if words[:1] == ["tinyloop"]:
+            assert words[1] in group.commands
+        else:
+            assert words[0] == "make"
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

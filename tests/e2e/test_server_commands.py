@@ -1,0 +1,160 @@
+"""Commands against a running server: prefixes, generation, the model, signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+from command_harness import Server, eventually, serving, start, tinyloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tinyloop_service import Client, Draining, Unavailable
+
+IDS = "1,2,3,4,5,6,7,8,9,10"
+
+
+def test_a_prefix_from_create_to_delete(server: Server) -> None:
+    created = server.run("prefix", "create", "life", "Once upon a time", "--ttl", "1h", "--json").json
+    assert (created["id"], created["state"], created["token_count"], created["loops"]) == ("life", "ready", 16, 4)
+    assert created["expire_time"]
+    assert server.run("prefix", "create", "life", "Once upon a time", "--json").json["uid"] == created["uid"]
+
+    assert "life" in server.run("prefix", "list").out
+    assert [p["id"] for p in server.run("prefix", "list", "--json").json] == ["life"]
+    assert "16" in server.run("prefix", "get", "life").out
+
+    updated = server.run("prefix", "update", "life", "--pin", "--no-expiry", "--json").json
+    assert (updated["pinned"], updated["expire_time"]) == (True, None)
+    assert server.run("prefix", "update", "life", "--unpin", "--json").json["pinned"] is False
+    watched = server.run("prefix", "watch", "life", "--json").out.splitlines()
+    assert json.loads(watched[-1])["state"] == "ready"
+
+    server.run("prefix", "delete", "life")
+    assert server.run("prefix", "list", "--json").json == []
+    done = server.run("prefix", "get", "life", status=1)
+    assert done.err.startswith("error: ")
+
+
+def test_other_content_under_a_name_is_refused(server: Server) -> None:
+    server.run("prefix", "create", "taken", "--tokens", IDS)
+    done = server.run("prefix", "create", "taken", "--tokens", "1,2", status=1)
+    assert "taken" in done.err
+    server.run("prefix", "delete", "taken")
+
+
+def test_text_comes_from_arguments_files_and_standard_input(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("Grüße")
+    ways = [
+        server.run("generate", "Grüße", "--max-tokens", "5", "--ids"),
+        server.run("generate", "--file", path, "--max-tokens", "5", "--ids"),
+        server.run("generate", "--file", "-", "--max-tokens", "5", "--ids", stdin="Grüße"),
+    ]
+    assert len({way.out for way in ways}) == 1
+    assert len(ways[0].out.split()) == 5
+
+
+def test_a_prefix_and_a_suffix_are_the_whole_prompt(server: Server) -> None:
+    """Token ids are taken as they are, so both ways give the same tokens."""
+    server.run("prefix", "create", "half", "--tokens", "1,2,3,4,5,6")
+    common = ("--max-tokens", "8", "--ignore-eos", "--json")
+    warm = server.run("generate", "--prefix", "half", "--tokens", "7,8,9,10", *common).json
+    cold = server.run("generate", "--tokens", IDS, *common).json
+    assert warm["choices"][0]["token_ids"] == cold["choices"][0]["token_ids"]
+    assert (warm["usage"]["cached_tokens"], cold["usage"]["cached_tokens"]) == (6, 0)
+    server.run("prefix", "delete", "half")
+
+
+def test_choices_are_reproducible(server: Server) -> None:
+    arguments = ("generate", "--tokens", IDS, "-n", "3", "--temperature", "1", "--seed", "7", "--max-tokens", "6")
+    first, second = server.run(*arguments, "--ids"), server.run(*arguments, "--ids")
+    assert first.out == second.out
+    assert len(set(first.out.splitlines())) == 3
+
+
+def test_a_refused_value_names_its_field(server: Server) -> None:
+    done = server.run("generate", "x", "--temperature", "nan", status=1)
+    assert done.err.startswith("error: temperature")
+
+
+def test_model_shows_what_the_server_runs(server: Server, tiny: Path) -> None:
+    info = server.run("model", "--json").json
+    assert info["model_id"] == tinyloop("inspect", tiny, "--json").json["model_id"]
+    assert (info["engine"], info["has_tokenizer"]) == ("cpu", True)
+    assert info["model_id"] in server.run("model").out
+
+
+def test_the_health_port_says_ready(server: Server) -> None:
+    with grpc.insecure_channel(server.health) as channel:
+        for service in ("", "tinyloop.v1.GenerationService"):
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=10
+            )
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_taken_port_is_refused(server: Server, tiny: Path) -> None:
+    done = tinyloop("serve", "--model", tiny, "--listen", server.address, "--health-listen", "none", status=1)
+    assert "cannot listen" in done.err
+
+
+def test_ctrl_c_ends_a_command_with_130(server: Server) -> None:
+    arguments = ("generate", "--tokens", IDS, "--max-tokens", "2000", "--ignore-eos", "--json")
+    process = start(*arguments, "--target", server.address)
+    with Client(server.address) as client:
+        eventually(lambda: client.load().rows_running == 1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out) == (130, "")
+        assert "Traceback" not in err
+        eventually(lambda: client.load().rows_running == 0)
+
+
+def test_sigterm_lets_running_requests_finish(tiny: Path) -> None:
+    with serving("--model", tiny) as server, Client(server.address) as client:
+        stream = client.stream([1, 2, 3], max_tokens=1500, ignore_eos=True)
+        ids = [*next(stream).token_ids]
+        server.process.terminate()
+        eventually(lambda: refused(server.address))
+        ids += [token for delta in stream for token in delta.token_ids]
+        assert len(ids) == 1500
+        assert server.process.wait(30) == 0
+        assert server.process.stderr is not None
+        assert server.process.stderr.read() == ""
+
+
+def refused(address: str) -> bool:
+    """Whether a new request hears that the server ends."""
+    try:
+        with Client(address, timeout=5) as client:
+            client.generate([1], 1)
+    except Unavailable as error:
+        return isinstance(error, Draining)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_ends_at_once_with_0(tiny: Path, number: signal.Signals) -> None:
+    with serving("--model", tiny) as server:
+        assert server.stop(number) == 0
+
+
+def test_another_model_file_does_not_reuse_old_prefixes(tmp_path: Path) -> None:
+    """T24: what was built from a file stays what it was, and the file's successor starts from nothing."""
+    path, other = tmp_path / "model.tinyloop", tmp_path / "other.tinyloop"
+    tinyloop("init", "--size", "tiny", path, "--seed", "1")
+    tinyloop("init", "--size", "tiny", other, "--seed", "2")
+    ask = ("generate", "--prefix", "p", "--max-tokens", "8", "--ids", "--ignore-eos")
+    with serving("--model", path) as server:
+        before = server.run("prefix", "create", "p", "--tokens", IDS, "--json").json
+        answer = server.run(*ask).out
+        other.replace(path)
+        assert server.run(*ask).out == answer, "a replaced file does not change a running server"
+    with serving("--model", path) as server:
+        server.run(*ask, status=1)
+        after = server.run("prefix", "create", "p", "--tokens", IDS, "--json").json
+        assert after["content_sha256"] != before["content_sha256"], "the model is part of a prefix's identity"
+        assert server.run(*ask).out != answer
