@@ -70,7 +70,7 @@ class Driver:
         self,
         parent: Held | None = None,
         *,
-        loops: int = 4,
+        loops: int = 2,
         window: int = 0,
         sampling: Sampling | None = None,
         prompt: TokenIds = (),
@@ -85,15 +85,13 @@ class Driver:
     def room(self, held: Held, end: int) -> None:
         """Pages up to position `end`; the first of them cloned where the parent ends inside a page."""
         first = held.start // PAGE_TOKENS
-        missing = [i for i in range(first, -(-end // PAGE_TOKENS)) if i >= first + len(held.blocks)]
-        missing = [i for i in missing if i not in held.blocks and i > max(held.blocks, default=-1)]
+        missing = range(max(held.blocks, default=first - 1) + 1, -(-end // PAGE_TOKENS))
         for i in missing:
             held.blocks[i] = tuple(self._free.pop() for _ in range(self._limits.cache_layers(held.loops)))
         if missing:
             self._extend.append(Extend(held.id, tuple(held.blocks[i] for i in missing)))
-        if held.start % PAGE_TOKENS and first in missing:
-            source = held.parent.blocks[first]  # type: ignore[union-attr]
-            self._clone.append(Clone(held.id, source, held.blocks[first], held.start % PAGE_TOKENS))
+        if held.parent and held.start % PAGE_TOKENS and first in missing:
+            self._clone.append(Clone(held.id, held.parent.blocks[first], held.blocks[first], held.start % PAGE_TOKENS))
 
     def chunk(self, held: Held, size: int) -> Prefill:
         """The next `size` tokens of the prompt."""
@@ -108,8 +106,9 @@ class Driver:
             self.step(prefill=(self.chunk(held, min(chunk, len(held.tokens) - held.length)),), drop=self._drops(held))
 
     def _drops(self, held: Held) -> tuple[Drop, ...]:
-        """Own blocks that no later token reads go back."""
+        """Own blocks that no later token reads go back; the one that may grow on stays."""
         first = max(0, held.length - held.window + 1) // PAGE_TOKENS if held.window else 0
+        first = min(first, max(held.blocks, default=0))
         gone = [i for i in held.blocks if i < first]
         for i in gone:
             self._give_back(held.blocks.pop(i))
