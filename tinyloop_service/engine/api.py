@@ -5,7 +5,8 @@ parent sequence, reads the parent's first `start` tokens through it, and owns th
 scheduler decides which page ids a sequence owns; the engine owns what lies in them, the last token, the
 length and the sampling state of each sequence.  So a plan can name a row whose last token is still on the
 device, and one plan may be queued while another runs.  Plans run strictly in the order of submission, from
-one thread; within a plan the operations run in the order of its fields.
+one thread; within a plan the operations run in the order of its fields.  A plan that failed may have run in part:
+the next one repeats its closes and deactivations, and may close sequences that were never opened; engines ignore those.
 
     open ──► extend pages, clone the parent's partial page ──► prefill chunks ──► decode steps ──► close
 
@@ -131,7 +132,8 @@ class Plan:
     open: tuple[Open, ...] = ()
     extend: tuple[Extend, ...] = ()
     clone: tuple[Clone, ...] = ()
-    activate: tuple[SequenceId, ...] = ()  # make the active form of these prefixes, parents before children
+    activate: tuple[SequenceId, ...] = ()  # make the active form of these prefixes, parents before children; a prefix
+    # that is being built is named by the plan that opens it; a request's own pages are active from open to close
     first: tuple[SequenceId, ...] = ()  # sample the first token from the parent's kept logits (empty suffix)
     prefill: tuple[Prefill, ...] = ()
     decode: tuple[SequenceId, ...] = ()  # rows: feed the last sampled token, sample the next

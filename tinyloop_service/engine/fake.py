@@ -162,7 +162,7 @@ class FakeEngine:
         self._fault_after = fault_after
         self._next_token = next_token
         self._sequences: dict[SequenceId, _Sequence] = {}
-        self._lost: set[SequenceId] = set()
+        self._has_lost = False  # from then on a close may name what is gone or never came
         self._pages: list[_Page | None] = [None] * limits.num_pages
         self._owner: dict[int, SequenceId] = {}
         self._active: set[SequenceId] = set()
@@ -242,10 +242,9 @@ class FakeEngine:
 
     def _close(self, seq: SequenceId) -> None:
         sequence = self._sequences.pop(seq, None)
-        self._require(sequence is not None or seq in self._lost, f"sequence {seq} is closed but not open")
+        self._require(sequence is not None or self._has_lost, f"sequence {seq} is closed but not open")
         hanging = [s.opened.seq for s in self._sequences.values() if sequence is not None and s.parent is sequence]
         self._require(not hanging, f"sequence {seq} is closed under {hanging}")
-        self._lost.discard(seq)
         self._active.discard(seq)
         if sequence is not None:
             for block in sequence.blocks:
@@ -424,7 +423,7 @@ class FakeEngine:
             sequence_lost = self._sequences.pop(seq, None)
             for block in sequence_lost.blocks if sequence_lost is not None else ():
                 self._disown(block)
-        self._lost |= lost | set(plan.close)
+        self._has_lost = True
         self._active -= lost
         raise error
 

@@ -1,0 +1,230 @@
+"""The scheduler's core under arbitrary calls, plans, results and faults: nothing leaks, nothing hangs, and every
+request that ends gets exactly what it would get alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_driver import SMALL, Driver, tokens
+
+from tinyloop_service.errors import EngineFault, OutOfMemory, TinyLoopError
+from tinyloop_service.scheduler.prefixes import UNCHANGED
+from tinyloop_service.settings import SchedulerSettings
+from tinyloop_service.types import GenerationRequest, Sampling, Stops
+
+NAMES = st.sampled_from(["a", "b", "c"])
+TENANTS = st.sampled_from(["", "", "other"])
+LENGTHS = st.sampled_from([1, 3, 63, 64, 65, 100, 128, 150])
+WINDOWS = st.sampled_from([None, 0, 1, 20, 64, 65])
+
+
+class CoreMachine(RuleBasedStateMachine):
+    @initialize(
+        num_pages=st.sampled_from([20, 40, 90]),
+        active=st.sampled_from([0, 1, 2]),
+        split=st.sampled_from([64, 128]),
+        max_prefixes=st.sampled_from([2, 4]),
+        aging_ns=st.sampled_from([0, 5_000_000]),
+        eos=st.sampled_from([(), (3, 9)]),
+        fault_after=st.booleans(),
+    )
+    def start(
+        self,
+        num_pages: int,
+        active: int,
+        split: int,
+        max_prefixes: int,
+        aging_ns: int,
+        eos: tuple[int, ...],
+        fault_after: bool,
+    ) -> None:
+        limits = dataclasses.replace(
+            SMALL, num_pages=num_pages, active_pages_per_page=active, split_tokens=split, eos_token_ids=eos
+        )
+        options = SchedulerSettings(max_queue=12, max_prefixes=max_prefixes, aging_ns=aging_ns, max_overtaken=2)
+        self.driver = Driver(limits, options, fault_after=fault_after)
+        self.waiting: list[str] = []  # uids of creates that wait
+        self.handles: list[str] = []
+        self.faults = 0
+
+    @rule(
+        name=st.one_of(st.none(), NAMES),
+        tenant=TENANTS,
+        length=LENGTHS,
+        seed=st.integers(0, 2),
+        loops=st.sampled_from([None, 1, 2]),
+        window=WINDOWS,
+        parent=st.one_of(st.none(), st.none(), st.integers(0, 5)),
+        ttl_ms=st.sampled_from([None, None, 5, 40]),
+        pinned=st.sampled_from([False, False, True]),
+        wait=st.booleans(),
+    )
+    def create(self, name, tenant, length, seed, loops, window, parent, ttl_ms, pinned, wait) -> None:  # type: ignore[no-untyped-def]
+        if parent is not None:
+            named = self.driver.core.catalog.named(tenant, self.driver.now_ns)
+            parent = named[parent % len(named)].name if named else None
+            loops = window = None
+        try:
+            uid = self.driver.create(
+                name,
+                tokens(length, seed),
+                tenant=tenant,
+                loops=loops,
+                window=window,
+                parent=parent,
+                expire_time_ns=None if ttl_ms is None else self.driver.now_ns + ttl_ms * 1_000_000,
+                pinned=pinned,
+                wait=wait,
+            )
+        except TinyLoopError:
+            return
+        if wait and self.driver.state(uid) == "building":
+            self.waiting.append(uid)
+        if name is None:
+            self.handles.append(uid)
+
+    @rule(
+        which=st.one_of(st.none(), st.integers(0, 9)),
+        tenant=TENANTS,
+        length=st.sampled_from([0, 1, 5, 64, 70]),
+        seed=st.integers(0, 3),
+        max_tokens=st.sampled_from([1, 2, 7, 20, 66]),
+        n=st.sampled_from([1, 1, 2, 3]),
+        window=st.sampled_from([None, None, 1, 10, 64]),
+        temperature=st.sampled_from([0.0, 1.0]),
+        penalty=st.sampled_from([1.0, 1.3]),
+        ignore_eos=st.booleans(),
+    )
+    def submit(  # type: ignore[no-untyped-def]
+        self, which, tenant, length, seed, max_tokens, n, window, temperature, penalty, ignore_eos
+    ) -> None:
+        prefix = uid = None
+        known = [info.name for info in self.driver.core.catalog.named(tenant, self.driver.now_ns)]
+        known += [handle for handle in self.handles if self.driver.state(handle) is not None]
+        if which is not None and known:
+            prefix = known[which % len(known)]
+            if prefix.startswith("uid"):
+                prefix, uid, tenant = None, prefix, self.driver.info(prefix).tenant
+        sampling = Sampling(temperature=temperature, repetition_penalty=penalty, seed=seed)
+        try:
+            self.driver.submit(
+                GenerationRequest(
+                    tokens(length, seed + 10),
+                    max_tokens,
+                    tenant,
+                    prefix,
+                    uid,
+                    cache_window=window,
+                    sampling=sampling,
+                    stops=Stops(ignore_eos=ignore_eos),
+                    n=n,
+                )
+            )
+        except TinyLoopError:
+            return
+
+    @precondition(lambda self: any(not r.is_over for r in self.driver.requests.values()))
+    @rule(which=st.integers(0, 10), choice=st.one_of(st.none(), st.integers(0, 2)))
+    def end_request(self, which: int, choice: int | None) -> None:
+        """Cancel it, or report a text stop in one choice."""
+        live = [order for order, watched in self.driver.requests.items() if not watched.is_over]
+        order = live[which % len(live)]
+        watched = self.driver.requests[order]
+        if choice is None or watched.admitted is None:
+            self.driver.cancel(order)
+        else:
+            choice %= watched.spec.n
+            self.driver.core.finish(order, choice)
+            watched.reasons[choice] = watched.reasons[choice] or "stop"
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 5))
+    def leave(self, which: int) -> None:
+        uid = self.waiting.pop(which % len(self.waiting))
+        if self.driver.state(uid) == "building":
+            self.driver.core.catalog.leave(uid)
+
+    @precondition(lambda self: self.handles)
+    @rule(which=st.integers(0, 5))
+    def release(self, which: int) -> None:
+        self.driver.core.catalog.release(self.handles.pop(which % len(self.handles)))
+
+    @rule(name=NAMES, tenant=TENANTS)
+    def delete(self, name: str, tenant: str) -> None:
+        try:
+            self.driver.core.catalog.delete(tenant, name, None, self.driver.now_ns)
+        except TinyLoopError:
+            return
+
+    @rule(name=NAMES, tenant=TENANTS, pinned=st.sampled_from([UNCHANGED, False, True]), ttl_ms=st.integers(1, 30))
+    def update(self, name, tenant, pinned, ttl_ms) -> None:  # type: ignore[no-untyped-def]
+        expiry = UNCHANGED if ttl_ms > 10 else self.driver.now_ns + ttl_ms * 1_000_000
+        try:
+            self.driver.core.catalog.update(tenant, name, expiry, pinned, None, self.driver.now_ns)
+        except TinyLoopError:
+            return
+
+    @rule(milliseconds=st.sampled_from([1, 10, 50]))
+    def wait(self, milliseconds: int) -> None:
+        self.driver.now_ns += milliseconds * 1_000_000
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.driver.step()
+
+    @precondition(lambda self: len(self.driver.in_flight) < 2)
+    @rule()
+    def plan_ahead(self) -> None:
+        self.driver.plan()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def settle(self) -> None:
+        self.driver.settle()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def fault(self) -> None:
+        self.driver.fault = EngineFault("a fault of the test")
+        self.faults += 1
+        self.driver.settle()
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.driver.check()
+        for watched in self.driver.requests.values():
+            assert watched.error is None or isinstance(watched.error, (EngineFault, OutOfMemory)), watched.error
+            assert not isinstance(watched.error, EngineFault) or self.faults
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        driver = self.driver
+        driver.run()
+        assert driver.core.is_idle, "somebody waits for ever"
+        assert all(watched.is_over for watched in driver.requests.values()), "a request never ended"
+        for uid in self.handles:
+            driver.core.catalog.release(uid)
+        for tenant in ("", "other"):
+            for info in driver.core.catalog.named(tenant, driver.now_ns):
+                driver.core.catalog.delete(tenant, info.name or "", None, driver.now_ns)
+        driver.check_empty()
+        counters = driver.core.counters
+        admitted = [w.admitted.prompt_tokens for w in driver.requests.values() if w.admitted is not None]
+        assert counters.prompt_hits + counters.prompt_misses >= sum(admitted)
+
+
+TestCore = CoreMachine.TestCase
+TestCore.settings = settings(
+    max_examples=60,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
