@@ -54,7 +54,7 @@ class CpuEngine:
             raise ValueError(f"cache_mode is {cache_mode.value}; the CPU engine stores {CacheMode.FP16.value}")
         report = progress or (lambda _: None)
         threads = use_threads(threads)
-        report(f"compiling kernels for {threads} threads")
+        report(f"compiling and checking kernels for {threads} threads")
         self._limits = _limits(weights, kv_memory, cache_mode)
         self._model = Model(weights, max_rows=MAX_ROWS + MAX_CHUNK, accuracy_level=accuracy_level, threads=threads)
         self._table = SequenceTable(weights.spec, self._limits.num_pages, debug=debug)

@@ -9,15 +9,17 @@ and then run; decoding repeats the list until its layout changes.  Refuses to kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from tinyloop_service.engine.cpu.attention import AttentionKernels
 from tinyloop_service.engine.cpu.layers import BlockKernels, LayerCompiler
 from tinyloop_service.engine.cpu.rows import RowArrays, Run, Step
-from tinyloop_service.engine.cpu.runtime import Array
+from tinyloop_service.engine.cpu.runtime import Array, Kernel
+from tinyloop_service.engine.cpu.selfcheck import Linear, check_attention, row_multiple
 from tinyloop_service.engine.spec import BlockKind
 from tinyloop_service.engine.tensors import BlockWeights, ModelWeights
 
@@ -40,10 +42,6 @@ class Pass:
     result: Array  # (rows, d_model)
 
 
-def even(n: int) -> int:
-    return n + n % 2
-
-
 class Model:
     """Weights, kernels and the arrays of a pass of at most `max_rows` rows."""
 
@@ -63,13 +61,20 @@ class Model:
         self._norm = compiler.norm() if spec.loop_norm else None
         self._head = compiler.head(normed=spec.loop_norm and not spec.post_blocks)
         self.attention = AttentionKernels(spec)
-        self._rows = RowArrays.empty(even(max_rows), spec)
-        width = (even(max_rows), spec.d_model)
+        self._multiple = row_multiple(self._linears())
+        check_attention(self.attention, spec)
+        capacity = self.padded(max_rows)
+        self._rows = RowArrays.empty(capacity, spec)
+        width = (capacity, spec.d_model)
         self._x = (np.zeros(width, np.float32), np.zeros(width, np.float32))
         self._done = np.zeros(width, np.float32)
         self._injected = np.zeros(width, np.float32) if spec.inject == "add" else None
-        self._tokens = np.zeros(even(max_rows), np.int64)
-        self._positions = np.zeros((1, even(max_rows)), np.int64)
+        self._tokens = np.zeros(capacity, np.int64)
+        self._positions = np.zeros((1, capacity), np.int64)
+
+    def padded(self, rows: int) -> int:
+        """The number of rows to give to a linear for the sake of `rows` of them."""
+        return -(-rows // self._multiple) * self._multiple
 
     def plan(self, runs: Sequence[Run]) -> Pass:
         """Write down the pass of `runs`, none of them empty."""
@@ -80,18 +85,41 @@ class Model:
         for placed in forward.placed:
             placed.run.fill(self._tokens[placed.start : placed.end], self._positions[0, placed.start : placed.end])
         self._x[0][:rows] = self._embed[self._tokens[:rows]]
-        self._x[0][rows : even(rows)] = self._x[0][rows - 1]
-        self._positions[0, rows : even(rows)] = self._positions[0, rows - 1]
+        self._x[0][rows : self.padded(rows)] = self._x[0][rows - 1]
+        self._positions[0, rows : self.padded(rows)] = self._positions[0, rows - 1]
         for step in forward.steps:
             step()
 
     def logits(self, x: Array) -> Array:
         """x [rows, d_model] → [rows, vocab_size]."""
         rows = len(x)
-        padded = np.concatenate([x, x[-1:]]) if rows % 2 else np.ascontiguousarray(x)
-        logits = np.empty((len(padded), self.spec.vocab_size), np.float32)
-        self._head.run({"x": padded}, {"logits": logits})
-        return logits[:rows]
+        return self._head_of(np.concatenate([x, np.repeat(x[-1:], self.padded(rows) - rows, axis=0)]))[:rows]
+
+    def _head_of(self, x: Array) -> Array:
+        logits = np.empty((len(x), self.spec.vocab_size), np.float32)
+        self._head.run({"x": x}, {"logits": logits})
+        return logits
+
+    def _linears(self) -> Iterator[tuple[str, int, Linear]]:
+        """(name, inputs, function) of every kernel that holds weights, for the self-check."""
+        spec = self.spec
+
+        def attend_in(x: Array, kernel: Kernel) -> Array:
+            rows = RowArrays.empty(len(x), spec)
+            outputs = {"q": rows.q, "kv16": rows.kv16, "kv32": rows.kv32}
+            kernel.run({"x": x, "positions": np.zeros((1, len(x)), np.int64)}, outputs)
+            return np.concatenate([rows.q.reshape(len(x), -1), rows.kv32.reshape(len(x), -1)], axis=1)
+
+        def attend_out(both: Array, kernel: Kernel) -> Array:
+            x, a = (np.ascontiguousarray(part) for part in np.split(both, [spec.d_model], axis=1))
+            y = np.empty_like(x)
+            kernel.run({"x": x, "a": a}, {"y": y})
+            return y
+
+        for (kind, index), block in self._blocks.items():
+            yield f"{kind} block {index}, q k v", spec.d_model, partial(attend_in, kernel=block.attend_in)
+            yield f"{kind} block {index}, mlp", spec.d_model + spec.q_dim, partial(attend_out, kernel=block.attend_out)
+        yield "the head", spec.d_model, self._head_of
 
 
 class _PassWriter:
@@ -140,7 +168,7 @@ class _PassWriter:
             self._steps.append(lambda: injected.__setitem__(slice(None), x))
 
     def _loop(self, active: list[Placed], first_layer: int) -> None:
-        model, rows = self._model, even(active[-1].end)
+        model, rows = self._model, self._model.padded(active[-1].end)
         if model._injected is not None:
             x, injected = self._x[:rows], model._injected[:rows]
             self._steps.append(lambda: x.__iadd__(injected))
@@ -152,7 +180,7 @@ class _PassWriter:
 
     def _block(self, kind: BlockKind, index: int, runs: list[tuple[Placed, int]]) -> None:
         """One block over the runs' rows; each run with the cache layer it is at."""
-        model, rows = self._model, even(runs[-1][0].end)
+        model, rows = self._model, self._model.padded(runs[-1][0].end)
         arrays = model._rows.rows(0, rows)
         kernels, x, y = model._blocks[kind, index], self._x[:rows], self._y[:rows]
         outputs = {"q": arrays.q, "kv16": arrays.kv16, "kv32": arrays.kv32}

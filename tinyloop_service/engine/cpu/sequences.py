@@ -108,7 +108,7 @@ class SequenceTable:
     def activate(self, seq: SequenceId) -> None:
         """Make the track of a sequence from its pages, if it has none."""
         sequence = self._open[seq]
-        if sequence.track is not None or not sequence.blocks:
+        if sequence.track is not None or not sequence.length:
             return
         sequence.track = Track(self._spec, self._spec.cache_layers(sequence.loops), sequence.first_block)
         filled = -(-sequence.length // PAGE_TOKENS) - sequence.first_block
