@@ -108,10 +108,10 @@ class SequenceTable:
     def activate(self, seq: SequenceId) -> None:
         """Make the track of a sequence from its pages, if it has none."""
         sequence = self._open[seq]
-        if sequence.track is not None or not sequence.length:
+        filled = -(-sequence.length // PAGE_TOKENS) - sequence.first_block
+        if sequence.track is not None or filled <= 0:  # one that has only been opened: prefill makes it
             return
         sequence.track = Track(self._spec, self._spec.cache_layers(sequence.loops), sequence.first_block)
-        filled = -(-sequence.length // PAGE_TOKENS) - sequence.first_block
         sequence.track.grow(sequence.first_block + filled)
         for layer in range(self._spec.cache_layers(sequence.loops)):
             pages = np.array([block[layer] for block in sequence.blocks[:filled]])
