@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from tinyloop_service.engine.api import Limits, Plan
-from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, expected_tokens
+from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
+from tinyloop_service.engine.fake_tokens import expected_tokens
 from tinyloop_service.errors import EngineFault, TinyLoopError
 from tinyloop_service.scheduler.core import Core
 from tinyloop_service.scheduler.events import Admitted, Failed, Sampled

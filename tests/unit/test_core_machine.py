@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_driver import SMALL, Driver, tokens
 
 from tinyloop_service.errors import EngineFault, OutOfMemory, TinyLoopError
-from tinyloop_service.scheduler.prefixes import UNCHANGED
+from tinyloop_service.scheduler.catalog import UNCHANGED
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.types import GenerationRequest, Sampling, Stops
 

@@ -2,20 +2,17 @@
 
 In: plans.  Out: tokens that follow from every token a sequence can see, read *through its pages*: an entry of each
 token is stored where the scheduler said, and a wrong, stale or foreign page gives other tokens, or a `PlanViolation`.
-There is no arithmetic of a model in it.
+There is no arithmetic of a model in it; `fake_tokens` has what there is.
 
-    entry(p) = mix(sum of the visible entries before p, token(p), p, loops)        visible: positions > p − window
-    sampled  = mix(entry, seed and choice unless greedy, penalised tokens) mod vocab
-
-`expected_tokens` computes the same without pages, as the oracle of tests.  Knobs for tests: `gate` holds every step,
-`fault` may raise before or after a plan ran, `step_s` sleeps, `next_token` overrides what is sampled.
+Knobs for tests: `gate` holds every step, `fault` may raise before or after a plan ran, `step_s` sleeps, `next_token`
+overrides what is sampled.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tinyloop_service.engine.api import (
@@ -32,11 +29,11 @@ from tinyloop_service.engine.api import (
     SequenceId,
     StepResult,
 )
+from tinyloop_service.engine.fake_tokens import MASK, NO_TOKENS, draw, draw_logprob, expected_tokens, mix
 from tinyloop_service.errors import DeviceLost, EngineFault
-from tinyloop_service.types import CacheMode, Sampling, TokenIds, TokenLogprob
+from tinyloop_service.types import CacheMode, TokenLogprob
 
-_MASK = (1 << 61) - 1
-_NO_TOKENS: frozenset[int] = frozenset()
+__all__ = ["FAKE_LIMITS", "FakeEngine", "PlanViolation", "expected_tokens"]
 
 FAKE_LIMITS = Limits(
     model_id="fake",
@@ -61,48 +58,6 @@ class PlanViolation(AssertionError):
     """The scheduler broke the contract of engine/api.py."""
 
 
-def _mix(total: int, token: int, position: int, loops: int) -> int:
-    value = (total * 0x9E3779B97F4A7C1 + token * 0x2545F4914F6CDD1D + position * 0x5851F42D + loops) & _MASK
-    value = ((value ^ (value >> 29)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 32)
-
-
-def _sample(entry: int, sampling: Sampling, seen: frozenset[int], position: int, vocab_size: int) -> int:
-    noise = 0 if sampling.temperature == 0 else sampling.seed * 31 + sampling.choice + 1
-    penalty = sum(seen) + 1 if sampling.repetition_penalty != 1.0 else 0
-    return _mix(entry ^ noise, penalty, position, 0) % vocab_size
-
-
-def _logprob(entry: int, token: int, count: int, vocab_size: int) -> TokenLogprob:
-    top = tuple(((entry + i) % vocab_size, -0.1 * (i + 1)) for i in range(count))
-    return TokenLogprob(-((entry ^ token) % 1000) / 1000, top)
-
-
-def expected_tokens(
-    segments: Iterable[tuple[TokenIds, int]], max_tokens: int, sampling: Sampling, loops: int, limits: Limits
-) -> TokenIds:
-    """What a request alone would get: prompt segments with their windows, the last window for what is generated."""
-    entries: list[int] = []
-    tokens: list[int] = []
-    window = 0
-    for segment, window in segments:
-        for token in segment:
-            _append(entries, token, window, loops)
-        tokens += segment
-    sampled: list[int] = []
-    while True:
-        sampled.append(_sample(entries[-1], sampling, frozenset(tokens), len(entries), limits.vocab_size))
-        if len(sampled) == max_tokens:
-            return tuple(sampled)
-        tokens.append(sampled[-1])
-        _append(entries, sampled[-1], window, loops)
-
-
-def _append(entries: list[int], token: int, window: int, loops: int) -> None:
-    start = max(0, len(entries) - window + 1) if window else 0
-    entries.append(_mix(sum(entries[start:]) & _MASK, token, len(entries), loops))
-
-
 @dataclass(slots=True, eq=False)
 class _Page:
     """What one page holds: the entries of its block, shared by the block's layers, and which layer it is."""
@@ -120,7 +75,7 @@ class _Sequence:
     blocks: list[Block] = field(default_factory=list)
     kept: int | None = None  # the entry of the last prompt token: a prefix's logits
     last_token: int | None = None
-    seen: frozenset[int] = _NO_TOKENS  # tokens under repetition penalty
+    seen: frozenset[int] = NO_TOKENS  # tokens under repetition penalty
     total: int | None = None  # sum of what the next token sees, where it may be carried on
 
     def block_entries(self, index: int, pages: list[_Page | None]) -> list[int]:
@@ -256,7 +211,7 @@ class FakeEngine:
         self._require(opened.start == (parent.length if parent is not None else 0), "start is not the parent's length")
         self._require(1 <= opened.loops <= self._limits.max_loops, f"{opened.loops} loops")
         penalised = opened.sampling is not None and opened.sampling.repetition_penalty != 1.0
-        seen = frozenset(opened.prompt) if penalised else _NO_TOKENS
+        seen = frozenset(opened.prompt) if penalised else NO_TOKENS
         self._sequences[opened.seq] = _Sequence(opened, parent, opened.start, opened.start // PAGE_TOKENS, seen=seen)
 
     def _extend(self, extend: Extend) -> None:
@@ -351,7 +306,7 @@ class FakeEngine:
             raise PlanViolation(f"sequence {opened.seq} has no block for position {position}")
         if not 0 <= token < self._limits.vocab_size:
             raise PlanViolation(f"token {token} is outside the vocabulary")
-        entry = _mix(total & _MASK, token, position, opened.loops)
+        entry = mix(total & MASK, token, position, opened.loops)
         entries = self._entries(sequence.blocks[index])
         if len(entries) != position % PAGE_TOKENS:
             raise PlanViolation(f"position {position} does not follow what is stored")
@@ -381,14 +336,14 @@ class FakeEngine:
         sampling, vocab_size = sequence.opened.sampling, self._limits.vocab_size
         if sampling is None:
             raise PlanViolation(f"sequence {sequence.opened.seq} is a prefix and samples nothing")
-        token = _sample(entry, sampling, sequence.seen, sequence.length, vocab_size)
+        token = draw(entry, sampling, sequence.seen, vocab_size)
         if self._next_token is not None:
             token = self._next_token(sequence.opened, sequence.length, token)
         sequence.last_token = token
         if sampling.repetition_penalty != 1.0:
             sequence.seen |= {token}
         if sampling.logprobs:
-            logprobs.append(_logprob(entry, token, sampling.logprobs, vocab_size))
+            logprobs.append(draw_logprob(entry, token, sampling.logprobs, vocab_size))
         return token
 
     def _entries(self, block: Block) -> list[int]:

@@ -21,7 +21,8 @@ from enum import Enum
 
 from tinyloop_service.errors import OutOfMemory, PinBudgetExceeded, QueueFull, TinyLoopError
 from tinyloop_service.scheduler.draft import Draft
-from tinyloop_service.scheduler.prefixes import Prefix, PrefixStore
+from tinyloop_service.scheduler.prefix import Prefix
+from tinyloop_service.scheduler.prefixes import PrefixStore
 from tinyloop_service.scheduler.requests import Request, Requests, RequestState
 from tinyloop_service.scheduler.sequences import Extent, Feed, Sequences
 from tinyloop_service.settings import SchedulerSettings

@@ -7,13 +7,24 @@ asked for goes into the queue of `admission`.
 from __future__ import annotations
 
 import copy
+from enum import Enum
 
 from tinyloop_service.engine.api import Limits
 from tinyloop_service.errors import EngineFault, InvalidArgument, PrefixExists, PrefixNotFound, TinyLoopError
 from tinyloop_service.scheduler.admission import Admission
 from tinyloop_service.scheduler.door import make_recipe
-from tinyloop_service.scheduler.prefixes import UNCHANGED, Prefix, PrefixStore, Recipe, Unchanged
+from tinyloop_service.scheduler.prefix import Prefix, Recipe
+from tinyloop_service.scheduler.prefixes import PrefixStore
 from tinyloop_service.types import PrefixDefinition, PrefixInfo, PrefixState
+
+
+class Unchanged(Enum):
+    """An update's field that stays as it is."""
+
+    UNCHANGED = "unchanged"
+
+
+UNCHANGED = Unchanged.UNCHANGED
 
 
 class Catalog:

@@ -30,10 +30,8 @@ from tinyloop_service.scheduler.catalog import Catalog
 from tinyloop_service.scheduler.door import match_request
 from tinyloop_service.scheduler.draft import Draft, amended
 from tinyloop_service.scheduler.events import Event, PrefixChanged
-from tinyloop_service.scheduler.prefixes import (
-    Prefix,
-    PrefixStore,
-)
+from tinyloop_service.scheduler.prefix import Prefix
+from tinyloop_service.scheduler.prefixes import PrefixStore
 from tinyloop_service.scheduler.requests import Counters, Request, Requests, RequestState
 from tinyloop_service.scheduler.sequences import Sequences
 from tinyloop_service.settings import SchedulerSettings

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tinyloop_service.engine.api import Limits
 from tinyloop_service.errors import InvalidArgument, LoopsMismatch, ParentMismatch, SequenceTooLong
-from tinyloop_service.scheduler.prefixes import Prefix, Recipe, content_digest
+from tinyloop_service.scheduler.prefix import Prefix, Recipe, content_digest
 from tinyloop_service.scheduler.sequences import Extent
 from tinyloop_service.types import MAX_CHOICES, GenerationRequest, PrefixDefinition, TokenIds
 

@@ -112,7 +112,7 @@ def amended(plan: Plan, sequences: Sequences) -> Plan:
     """`plan` without the sequences that were closed since, and with all closes that are due."""
     return replace(
         plan,
-        close=tuple(dict.fromkeys((*sequences.take_closing(), *plan.close))),
+        close=sequences.take_closing(plan.close),
         released=(),
         deactivate=(*sequences.take_deactivating(), *(seq for seq in plan.deactivate if seq in sequences)),
         open=tuple(item for item in plan.open if item.seq in sequences),

@@ -12,7 +12,6 @@ since the Unix epoch, by one clock that never goes back.
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -21,11 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 
 from tinyloop_service.engine.api import Engine, Plan, StepResult
-from tinyloop_service.errors import DeviceLost, Draining, EngineFault, ModelClosed, PrefixNotFound
-from tinyloop_service.scheduler.catalog import Catalog
+from tinyloop_service.errors import DeviceLost, Draining, EngineFault, ModelClosed
+from tinyloop_service.scheduler.catalog import UNCHANGED, Catalog, Unchanged
 from tinyloop_service.scheduler.core import Core
-from tinyloop_service.scheduler.events import Admitted, Event, Failed, PrefixChanged, Sampled
-from tinyloop_service.scheduler.prefixes import UNCHANGED, Unchanged
+from tinyloop_service.scheduler.delivery import Delivery
 from tinyloop_service.scheduler.requests import Counters
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.settings import SchedulerSettings
@@ -53,6 +51,7 @@ class Scheduler:
         self._engine = engine
         self._settings = settings
         self._core = Core(engine.limits, settings)
+        self._delivery = Delivery(self._core)
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._step_failed = False  # set on the engine's thread; until it is cleared here, plans are not run
@@ -62,9 +61,6 @@ class Scheduler:
         self._drained = asyncio.Event()
         self._faulted = asyncio.Event()
         self._is_draining = self._is_closed = False
-        self._streams: dict[int, Stream] = {}
-        self._waiters: dict[str, set[asyncio.Future[PrefixInfo]]] = {}
-        self._watchers: dict[str, set[asyncio.Event]] = {}
 
     # ---- lifetime
 
@@ -80,7 +76,7 @@ class Scheduler:
             await asyncio.wait_for(self._drained.wait(), grace_s)
             self._core.check()
         except TimeoutError:
-            _log.warning("drain ran out of time", requests=len(self._streams))
+            _log.warning("drain ran out of time", requests=self._delivery.num_streams)
 
     async def close(self) -> None:
         """End everything with ModelClosed, then stop."""
@@ -136,7 +132,7 @@ class Scheduler:
         if not wait or info.state is not PrefixState.BUILDING:
             return info
         try:
-            return await self._built(uid)
+            return await self._delivery.built(uid)
         except BaseException:
             if name is None:  # nobody will know its uid
                 self.release_prefix(uid)
@@ -184,27 +180,10 @@ class Scheduler:
         self._core.catalog.release(uid)
         self._changed()
 
-    async def watch_prefix(self, name: str, *, tenant: str = "") -> AsyncIterator[PrefixInfo]:
-        """Its state now and after every change, several at a time as one; ends with READY or FAILED.  Raises
-        PrefixNotFound, PrefixExpired when the name ends."""
-        info = self.get_prefix(name, tenant=tenant)
-        changed = asyncio.Event()
-        watchers = self._watchers.setdefault(info.uid, set())
-        watchers.add(changed)
-        try:
-            yield info
-            while info.state not in (PrefixState.READY, PrefixState.FAILED):
-                await changed.wait()
-                changed.clear()
-                before, info = info, self.get_prefix(name, tenant=tenant)
-                if info.uid != before.uid:
-                    raise PrefixNotFound(f"prefix {name!r} was deleted, and made again since")
-                if info != before:
-                    yield info
-        finally:
-            watchers.discard(changed)
-            if not watchers:
-                self._watchers.pop(info.uid, None)
+    def watch_prefix(self, name: str, *, tenant: str = "") -> AsyncIterator[PrefixInfo]:
+        """Its state now and after every change, several at a time as one; ends with READY or FAILED.  Iterating raises
+        PrefixNotFound, PrefixExpired when there is no such name, or it ends."""
+        return self._delivery.watch(name, lambda: self.get_prefix(name, tenant=tenant))
 
     # ---- generation
 
@@ -213,14 +192,14 @@ class Scheduler:
         now_ns = self._now_ns()
         stream = Stream(request, now_ns, self, self.tokenizer)
         stream.request = self._core.submit(request, now_ns)
-        self._streams[stream.request] = stream
+        self._delivery.add(stream)
         self._changed()
         return stream
 
     def cancel(self, request: int) -> None:
         """What Stream.leave calls."""
         self._core.cancel(request)
-        self._streams.pop(request, None)
+        self._delivery.remove(request)
         self._changed()
 
     def load(self) -> Load:
@@ -250,7 +229,7 @@ class Scheduler:
     def _submit_plans(self) -> None:
         while not self._step_failed and len(self._in_flight) < self._settings.plans_in_flight:
             plan = self._core.plan(self._now_ns())
-            self._deliver()
+            self._delivery.deliver()
             if plan is None:
                 return
             self._submit(plan)
@@ -279,7 +258,7 @@ class Scheduler:
             self._fail(plan, error)
         else:
             self._core.commit(plan, result, self._now_ns())
-        self._deliver()
+        self._delivery.deliver()
 
     def _fail(self, plan: Plan, error: Exception) -> None:
         self._step_failed = bool(self._in_flight)  # the plan behind it was not run; it clears this
@@ -295,20 +274,14 @@ class Scheduler:
     def _lose(self, error: DeviceLost) -> None:
         self.fault = error
         self._core.lose(error)
-        self._deliver()
+        self._delivery.deliver()
         self._faulted.set()
 
     def _give_up(self, error: DeviceLost) -> None:
         """The core cannot be trusted any more; tell everybody without it."""
         self.fault = error
         self._core.refuse(error)
-        for stream in self._streams.values():
-            stream.deliver_error(copy.copy(error))
-        for waiter in [waiter for waiters in self._waiters.values() for waiter in waiters]:
-            if not waiter.done():
-                waiter.set_exception(copy.copy(error))
-        self._streams.clear()
-        self._waiters.clear()
+        self._delivery.fail_all(error)
         self._faulted.set()
 
     async def _sleep(self) -> None:
@@ -327,55 +300,9 @@ class Scheduler:
             if timer is not None:
                 timer.cancel()
 
-    # ---- delivery
-
     def _changed(self) -> None:
-        self._deliver()
+        self._delivery.deliver()
         self._wake.set()
-
-    def _deliver(self) -> None:
-        for event in self._core.take_events():
-            if isinstance(event, PrefixChanged):
-                self._tell_prefix(event.uid)
-            elif (stream := self._streams.get(event.request)) is not None:
-                self._tell_stream(stream, event)
-
-    def _tell_stream(self, stream: Stream, event: Event) -> None:
-        if isinstance(event, Sampled):
-            if stream.deliver_tokens(event):
-                self._core.finish(event.request, event.choice)
-        elif isinstance(event, Admitted):
-            stream.deliver_start(event)
-        elif isinstance(event, Failed):
-            stream.deliver_error(event.error)
-        if stream.is_over:
-            del self._streams[stream.request]
-
-    def _tell_prefix(self, uid: str) -> None:
-        for watcher in self._watchers.get(uid, ()):
-            watcher.set()
-        if uid not in self._waiters or self._core.catalog.outcome(uid) is None:
-            return
-        for waiter in self._waiters.pop(uid):
-            outcome = self._core.catalog.outcome(uid)  # each its own error
-            if waiter.done():
-                continue
-            if isinstance(outcome, PrefixInfo):
-                waiter.set_result(outcome)
-            elif outcome is not None:
-                waiter.set_exception(outcome)
-
-    async def _built(self, uid: str) -> PrefixInfo:
-        """Wait for the end of a build."""
-        waiter: asyncio.Future[PrefixInfo] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(uid, set()).add(waiter)
-        try:
-            return await waiter
-        except asyncio.CancelledError:
-            if waiter in self._waiters.get(uid, ()):  # else the build has ended at the same moment
-                self._waiters[uid].discard(waiter)
-                self._core.catalog.leave(uid)
-            raise
 
     def _peek(self, uid: str) -> PrefixInfo:
         info = self._core.catalog.peek(uid)

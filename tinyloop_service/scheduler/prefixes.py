@@ -16,102 +16,17 @@ is READY or being built.  Only delete and expiry end a name.  FAILED keeps its n
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
 
 from tinyloop_service.engine.api import Limits, SequenceId
 from tinyloop_service.errors import EtagMismatch, PrefixExpired, PrefixNotFound, TinyLoopError
-from tinyloop_service.scheduler.sequences import Extent, Sequence, Sequences
-from tinyloop_service.types import PrefixInfo, PrefixState, TokenIds
+from tinyloop_service.scheduler.prefix import Prefix, Recipe, snapshot, use
+from tinyloop_service.scheduler.sequences import Sequence, Sequences
+from tinyloop_service.types import PrefixInfo, PrefixState
 
-MAX_REMEMBERED_EXPIRIES = 4096
-
-
-class Unchanged(Enum):
-    """An update's field that stays as it is."""
-
-    UNCHANGED = "unchanged"
-
-
-UNCHANGED = Unchanged.UNCHANGED
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a prefix is made of, with every default filled in."""
-
-    tokens: TokenIds  # the whole input, the parent's included
-    extent: Extent
-    parent: Prefix | None
-    parent_name: str | None
-    content_sha256: str
-
-
-@dataclass(slots=True, eq=False)
-class Prefix:
-    """One record.  Mutable, and only this module and the core's passes over it write to it."""
-
-    uid: str
-    tenant: str
-    name: str | None
-    recipe: Recipe
-    create_time_ns: int
-    last_use_time_ns: int
-    pinned: bool = False
-    expire_time_ns: int | None = None
-    revision: int = 1
-    use_count: int = 0
-    state: PrefixState = PrefixState.BUILDING
-    error: TinyLoopError | None = None
-    build_ns: int = 0
-    build_start_ns: int = 0
-    tokens_built: int = 0
-    was_ready: bool = False
-    sequence: Sequence | None = None
-    active: bool = False
-    # who holds it
-    handles: int = 0
-    waiters: int = 0  # creates that await its build
-    detached: bool = False  # the build goes on by itself
-    requests: int = 0  # queued or running
-    queued: dict[int, None] = field(default_factory=dict)  # arrival orders of queued requests, oldest first
-    wanted_order: int | None = None  # arrival order of a create that waits for admission
-    children: dict[str, Prefix] = field(default_factory=dict)  # by uid
-    users: int = 0  # running requests and running builds that read it
-
-    def chain(self) -> list[Prefix]:
-        """From the root down to this one."""
-        chain = [self]
-        while (parent := chain[-1].recipe.parent) is not None:
-            chain.append(parent)
-        return chain[::-1]
-
-    @property
-    def etag(self) -> str:
-        return f"{self.uid}-{self.revision}"
-
-    @property
-    def is_held(self) -> bool:
-        return bool(self.name is not None or self.handles or self.waiters or self.requests or self.children)
-
-    def is_wanted(self) -> bool:
-        """Somebody waits for its pages."""
-        if self.waiters or self.detached or self.queued:
-            return True
-        return any(child.is_wanted() for child in self.children.values())
-
-    def oldest_demand(self) -> float:
-        """Arrival order of the oldest who waits for it or for something below it; infinity for nobody."""
-        own = next(iter(self.queued), self.wanted_order)
-        if own is not None and self.wanted_order is not None:
-            own = min(own, self.wanted_order)
-        orders = [child.oldest_demand() for child in self.children.values()]
-        return min(orders, default=float("inf")) if own is None else min([own, *orders])
+_MAX_REMEMBERED_EXPIRIES = 4096
 
 
 class PrefixStore:
@@ -203,7 +118,7 @@ class PrefixStore:
                 continue
             if prefix.name is not None:
                 self._expired[prefix.tenant, prefix.name] = None
-                if len(self._expired) > MAX_REMEMBERED_EXPIRIES:
+                if len(self._expired) > _MAX_REMEMBERED_EXPIRIES:
                     self._expired.popitem(last=False)
             ended.append(prefix)
             self.end_name(prefix)
@@ -343,46 +258,3 @@ class PrefixStore:
                 del self._names[prefix.tenant, prefix.name]
                 prefix.name = None
         self.changed[prefix.uid] = None
-
-
-def use(prefix: Prefix, change: int) -> None:
-    """Somebody who reads it, and so all that it hangs from, starts (+1) or ends (−1)."""
-    for member in prefix.chain():
-        member.users += change
-        assert member.users >= 0
-
-
-def content_digest(tokens: TokenIds, extent: Extent, mode: str, parent: Prefix | None) -> str:
-    """SHA-256 over what a prefix is: depth, window, mode, its parent's digest, every token as eight bytes."""
-    parent_digest = parent.recipe.content_sha256 if parent is not None else "-"
-    digest = hashlib.sha256(f"{extent.loops}/{extent.window}/{mode}/{parent_digest}/".encode())
-    digest.update(array("q", tokens).tobytes())
-    return digest.hexdigest()
-
-
-def snapshot(prefix: Prefix, limits: Limits) -> PrefixInfo:
-    extent = prefix.recipe.extent
-    pages = [len(p.sequence.blocks) * p.sequence.num_layers if p.sequence is not None else 0 for p in prefix.chain()]
-    return PrefixInfo(
-        tenant=prefix.tenant,
-        name=prefix.name,
-        uid=prefix.uid,
-        etag=prefix.etag,
-        state=prefix.state,
-        tokens=prefix.recipe.tokens,
-        loops=extent.loops,
-        cache_window=extent.window,
-        cache_mode=limits.cache_mode,
-        parent=prefix.recipe.parent_name,
-        pinned=prefix.pinned,
-        size_bytes=pages[-1] * limits.page_bytes,
-        shared_bytes=sum(pages[:-1]) * limits.page_bytes,
-        content_sha256=prefix.recipe.content_sha256,
-        create_time_ns=prefix.create_time_ns,
-        expire_time_ns=prefix.expire_time_ns,
-        last_use_time_ns=prefix.last_use_time_ns,
-        use_count=prefix.use_count,
-        build_ns=prefix.build_ns,
-        tokens_built=prefix.tokens_built,
-        error=str(prefix.error) if prefix.error is not None else None,
-    )

@@ -30,7 +30,8 @@ from enum import Enum
 from tinyloop_service.engine.api import Limits, RowOutput, SequenceId
 from tinyloop_service.errors import TinyLoopError
 from tinyloop_service.scheduler.events import Admitted, Event, Failed, Sampled
-from tinyloop_service.scheduler.prefixes import Prefix, PrefixStore, use
+from tinyloop_service.scheduler.prefix import Prefix, use
+from tinyloop_service.scheduler.prefixes import PrefixStore
 from tinyloop_service.scheduler.sequences import Extent, Feed, Sequence, Sequences
 from tinyloop_service.types import FinishReason, GenerationRequest, PrefixState, Sampling, TokenIds
 

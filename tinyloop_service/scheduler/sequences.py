@@ -178,8 +178,9 @@ class Sequences:
         self._closing.extend(failed.close)
         self._deactivating.extend(failed.deactivate)
 
-    def take_closing(self) -> tuple[SequenceId, ...]:
-        closing = tuple(dict.fromkeys(self._closing))
+    def take_closing(self, others: tuple[SequenceId, ...] = ()) -> tuple[SequenceId, ...]:
+        """All closes that are due, and `others`, children before their parents (ids grow downwards)."""
+        closing = tuple(sorted({*self._closing, *others}, reverse=True))
         self._closing.clear()
         return closing
 

@@ -1,0 +1,113 @@
+"""Delivery: who is told what happened.
+
+In: the core's events.  Out: tokens in streams, ends of builds to those who wait for them, changes to watchers.  It
+refuses to know plans and the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable
+
+from tinyloop_service.errors import PrefixNotFound, TinyLoopError
+from tinyloop_service.scheduler.core import Core
+from tinyloop_service.scheduler.events import Admitted, Failed, PrefixChanged, Sampled
+from tinyloop_service.scheduler.stream import Stream
+from tinyloop_service.types import PrefixInfo, PrefixState
+
+
+class Delivery:
+    """Every stream, waiter and watcher."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._streams: dict[int, Stream] = {}
+        self._waiters: dict[str, set[asyncio.Future[PrefixInfo]]] = {}
+        self._watchers: dict[str, set[asyncio.Event]] = {}
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    def add(self, stream: Stream) -> None:
+        self._streams[stream.request] = stream
+
+    def remove(self, request: int) -> None:
+        self._streams.pop(request, None)
+
+    def deliver(self) -> None:
+        """Hand out all events; text stops found on the way go back to the core."""
+        for event in self._core.take_events():
+            if isinstance(event, PrefixChanged):
+                self._tell_prefix(event.uid)
+            elif (stream := self._streams.get(event.request)) is not None:
+                self._tell_stream(stream, event)
+
+    def fail_all(self, error: TinyLoopError) -> None:
+        """Tell everybody the same without asking the core."""
+        for stream in self._streams.values():
+            stream.deliver_error(copy.copy(error))
+        for waiter in [waiter for waiters in self._waiters.values() for waiter in waiters]:
+            if not waiter.done():
+                waiter.set_exception(copy.copy(error))
+        self._streams.clear()
+        self._waiters.clear()
+
+    async def built(self, uid: str) -> PrefixInfo:
+        """Wait for the end of a build that the core counts the caller as a waiter of."""
+        waiter: asyncio.Future[PrefixInfo] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(uid, set()).add(waiter)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter in self._waiters.get(uid, ()):  # else the build has ended at the same moment
+                self._waiters[uid].discard(waiter)
+                self._core.catalog.leave(uid)
+            raise
+
+    async def watch(self, name: str, look_up: Callable[[], PrefixInfo]) -> AsyncIterator[PrefixInfo]:
+        """The prefix now and after every change, several at a time as one, up to READY or FAILED."""
+        info = look_up()
+        changed = asyncio.Event()
+        watchers = self._watchers.setdefault(info.uid, set())
+        watchers.add(changed)
+        try:
+            yield info
+            while info.state not in (PrefixState.READY, PrefixState.FAILED):
+                await changed.wait()
+                changed.clear()
+                before, info = info, look_up()
+                if info.uid != before.uid:
+                    raise PrefixNotFound(f"prefix {name!r} was deleted, and made again since")
+                if info != before:
+                    yield info
+        finally:
+            watchers.discard(changed)
+            if not watchers:
+                self._watchers.pop(info.uid, None)
+
+    def _tell_stream(self, stream: Stream, event: Admitted | Sampled | Failed) -> None:
+        if isinstance(event, Sampled):
+            if stream.deliver_tokens(event):
+                self._core.finish(event.request, event.choice)
+        elif isinstance(event, Admitted):
+            stream.deliver_start(event)
+        else:
+            stream.deliver_error(event.error)
+        if stream.is_over:
+            del self._streams[stream.request]
+
+    def _tell_prefix(self, uid: str) -> None:
+        for watcher in self._watchers.get(uid, ()):
+            watcher.set()
+        if uid not in self._waiters or self._core.catalog.outcome(uid) is None:
+            return
+        for waiter in self._waiters.pop(uid):
+            outcome = self._core.catalog.outcome(uid)  # each its own error
+            if waiter.done():
+                continue
+            if isinstance(outcome, PrefixInfo):
+                waiter.set_result(outcome)
+            elif outcome is not None:
+                waiter.set_exception(outcome)
