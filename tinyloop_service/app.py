@@ -126,7 +126,7 @@ class App:
         if self._scheduler is not None:
             await self._unless_hurried(self._scheduler.drain(grace_s))
         if self._scheduler is not None:
-            await self._scheduler.close()
+            await self._unless_hurried(self._scheduler.close())
         await self._server.stop(None if self._hurry.is_set() else _FLUSH_S)
         await self._health.stop()
         _log.info("stopped")

@@ -191,9 +191,7 @@ def generate(prompt: Prompt, parameters: Parameters) -> Steps[list[int]]:
 def generate_from(prefix: object, suffix: Prompt, parameters: Parameters) -> Steps[list[int]]:
     name, content, field = _start(None, prefix, suffix)
     assert name is not None
-    known = (
-        prefix._prompt if isinstance(prefix, RemotePrefixCache) else (yield from get_prefix(name, tokens=True)).tokens
-    )
+    known = yield from _prefix_ids(prefix, name)
     ids = yield from _ids(content, bos=False, field=field)
     response = yield _unary(name, ids, field, parameters, omit_text=True)
     return [*known, *ids, *wire.read_completion(response).token_ids]

@@ -23,6 +23,7 @@ from tinyloop_service.types import CacheMode, PrefixInfo, PrefixState, TokenIds
 DEFAULT_PAGE, MAX_PAGE = 50, 1000
 _MUTABLE = ("expire_time", "ttl", "pinned")
 _TOKEN_VERSION = "1:"
+_BUILD_FAILED = "the build failed; create the prefix again"
 _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 STATES = {
@@ -147,7 +148,7 @@ def write_prefix(info: PrefixInfo, *, full: bool = False) -> prefix_pb2.Prefix:
         uid=info.uid,
         etag=info.etag,
         state=STATES[info.state],
-        error=info.error or "",
+        error=_BUILD_FAILED if info.error else "",  # the reason itself may be an engine's own text
         token_count=len(info.tokens),
         loops=info.loops,
         cache_window=info.cache_window,

@@ -77,12 +77,13 @@ class Health:
 
     def __init__(self) -> None:
         self._servicer = health.aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._server)
+        self._server: grpc.aio.Server | None = None
 
     async def start(self, address: str) -> str:
         """Alive, not ready."""
         await self.set_ready(False)
+        self._server = grpc.aio.server(options=_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._server)
         bound = listen(self._server, address, "health_listen")
         await self._server.start()
         return bound
@@ -92,4 +93,5 @@ class Health:
         await self._servicer.set(READY_SERVICE, states.SERVING if ready else states.NOT_SERVING)
 
     async def stop(self) -> None:
-        await self._server.stop(None)
+        if self._server is not None:
+            await self._server.stop(None)
