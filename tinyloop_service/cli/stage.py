@@ -76,7 +76,6 @@ def print_outcome(outcome: Outcome, max_tokens: int) -> None:
     for label, no_cache, shared in _lines(outcome):
         table.add_row(label, no_cache, shared)
     alike = f"the same in {outcome.num_alike} of {requests} requests"
-    formula = f"(P + D) / (P/{requests} + D), P = the build of the prefix, D = a lone request after its first token"
     output.out.print()
     output.out.print(
         Group(
@@ -87,15 +86,18 @@ def print_outcome(outcome: Outcome, max_tokens: int) -> None:
             Text.assemble(
                 ("Tokens of both ways: ", "dim"), (alike, "green" if outcome.num_alike == requests else "red")
             ),
-            Text(
-                "NO_CACHE: every request prefills the whole prompt, one after the other. SHARED: one prefill "
-                f"({outcome.build_ms:.0f} ms, included), then all at once.",
-                style="dim",
-            ),
-            Text(f"predicted = {formula}; {max_tokens} tokens at most each", style="dim"),
+            *(Text(line, style="dim") for line in _how_to_read(outcome, max_tokens)),
         )
     )
     output.out.print()
+
+
+def _how_to_read(outcome: Outcome, max_tokens: int) -> Iterator[str]:
+    requests = len(outcome.shared.answers)
+    yield f"NO_CACHE   each request prefills its whole prompt, one after the other; up to {max_tokens} new tokens each"
+    yield f"SHARED     one prefill ({outcome.build_ms:.0f} ms, included in the total), then all requests at once"
+    yield f"predicted  (P + D) / (P/{requests} + D) with P = the prefill, D = a lone request after its first token:"
+    yield "           what the saved prefills are worth alone; decoding together is what exceeds it"
 
 
 def _lines(outcome: Outcome) -> Iterator[tuple[str, str, str]]:
