@@ -4,7 +4,9 @@ request that ends gets exactly what it would get alone."""
 from __future__ import annotations
 
 import dataclasses
+import random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -228,3 +230,83 @@ TestCore.settings = settings(
     suppress_health_check=list(HealthCheck),
     derandomize=True,
 )
+
+
+def walk(seed: int, num_calls: int) -> None:
+    """One long life of a core, from one seed: calls in proportions that keep it busy."""
+    rng = random.Random(seed)
+    pick = rng.choice
+    machine = CoreMachine()
+    machine.start(
+        num_pages=pick([20, 40, 90]),
+        active=pick([0, 0, 1, 2]),
+        split=pick([64, 128]),
+        max_prefixes=pick([2, 4]),
+        aging_ns=pick([0, 5_000_000]),
+        eos=pick([(), (3, 9)]),
+        fault_after=pick([True, False]),
+    )
+    driver = machine.driver
+    for _ in range(num_calls):
+        call = pick(CALLS)
+        if call == "create":
+            machine.create(
+                name=pick([None, "a", "b", "c"]),
+                tenant=pick(["", "", "other"]),
+                length=pick([1, 3, 63, 64, 65, 100, 128, 150]),
+                seed=rng.randrange(2),
+                loops=pick([None, 1, 2]),
+                window=pick([None, None, 0, 1, 20, 64, 65]),
+                parent=pick([None, None, rng.randrange(6)]),
+                ttl_ms=pick([None, None, None, 40]),
+                pinned=rng.random() < 0.15,
+                wait=pick([True, False]),
+            )
+        elif call == "submit":
+            machine.submit(
+                which=pick([None, *range(5)]),
+                tenant=pick(["", "", "other"]),
+                length=pick([0, 1, 5, 64, 70]),
+                seed=rng.randrange(4),
+                max_tokens=pick([1, 2, 7, 20, 66]),
+                n=pick([1, 1, 2, 3]),
+                window=pick([None, None, None, 1, 10, 64]),
+                temperature=pick([0.0, 1.0]),
+                penalty=pick([1.0, 1.3]),
+                ignore_eos=pick([True, False]),
+            )
+        elif call == "end" and any(not watched.is_over for watched in driver.requests.values()):
+            machine.end_request(which=rng.randrange(11), choice=pick([None, 0, 1, 2]))
+        elif call == "leave" and machine.waiting:
+            machine.leave(which=rng.randrange(6))
+        elif call == "release" and machine.handles:
+            machine.release(which=rng.randrange(6))
+        elif call == "delete":
+            machine.delete(name=pick("abc"), tenant=pick(["", "", "other"]))
+        elif call == "update":
+            machine.update(
+                name=pick("abc"), tenant="", pinned=pick([UNCHANGED, False, True]), ttl_ms=rng.randrange(1, 30)
+            )
+        elif call == "wait":
+            machine.wait(milliseconds=pick([1, 10, 50]))
+        elif call == "steps":
+            machine.steps(count=rng.randrange(1, 12))
+        elif call == "plan" and len(driver.in_flight) < 2:
+            machine.plan_ahead()
+        elif call in ("settle", "fault") and driver.in_flight:
+            (machine.settle if call == "settle" else machine.fault)()
+        machine.nothing_leaks()
+    machine.teardown()
+
+
+CALLS = (
+    ["create"] * 10
+    + ["submit"] * 20
+    + ["end"] * 6
+    + ["leave", "leave", "release", "delete", "update", "update", "wait"]
+) + (["steps"] * 20 + ["plan"] * 20 + ["settle"] * 13 + ["fault"] * 2)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_long_walks(seed: int) -> None:
+    walk(seed, 300)

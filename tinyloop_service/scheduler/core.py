@@ -89,7 +89,9 @@ class Core:
         self._prefixes.expire(now_ns)
         draft = Draft(self._sequences)
         self._admission.admit(draft, now_ns)
-        self._settle_refused()
+        while self._admission.refused:  # who left may have held up others
+            self._settle_refused()
+            self._admission.admit(draft, now_ns)
         compose(draft, self._sequences, self._requests, self.limits, self._settings, bool(len(self._admission)))
         if draft.is_empty and not self._sequences.has_closing:
             return None

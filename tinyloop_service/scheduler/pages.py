@@ -41,13 +41,13 @@ class PagePool:
 
     def release_reserved(self, owner: Owner, count: int) -> None:
         assert 0 <= count <= self._reserved.get(owner, 0), f"owner {owner} has no {count} pages reserved"
-        self._reserved[owner] -= count
+        self._reserved[owner] = self._reserved.get(owner, 0) - count
         self.free += count
 
     def take(self, owner: Owner, count: int) -> tuple[int, ...]:
         """Turn reserved pages into ids."""
         assert 0 <= count <= self._reserved.get(owner, 0), f"owner {owner} takes {count} pages it did not reserve"
-        self._reserved[owner] -= count
+        self._reserved[owner] = self._reserved.get(owner, 0) - count
         pages = tuple(self._free_ids.pop() for _ in range(count))
         self._held.setdefault(owner, set()).update(pages)
         return pages
