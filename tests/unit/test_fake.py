@@ -124,7 +124,7 @@ def test_what_is_sampled_follows_from_all_that_counts() -> None:
                 extend=(Extend(3, (block(3),)),),
                 prefill=(Prefill(3, 70, (1,), True),),
             ),
-            "does not follow",
+            "block 1 holds 0 tokens, 6 are read",
         ),
         (
             Plan(
@@ -186,10 +186,11 @@ def test_an_inactive_prefix_is_not_read() -> None:
 
 @pytest.mark.parametrize("fault_after", [False, True])
 def test_a_fault_loses_what_the_plan_named_and_what_hangs_from_it(fault_after: bool) -> None:
-    faults: list[EngineFault | None] = [None, None, EngineFault("a fault")]
-    engine = FakeEngine(
-        LIMITS, fault=lambda plan: faults[plan.number - 1] if plan.number < 4 else None, fault_after=fault_after
-    )
+
+    def fault(plan: Plan) -> EngineFault | None:
+        return EngineFault("a fault") if plan.number == 3 else None
+
+    engine = FakeEngine(LIMITS, fault=fault, fault_after=fault_after)
     engine.step(prefix_plan())
     engine.step(row_plan())
     with pytest.raises(EngineFault):
