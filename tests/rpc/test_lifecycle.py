@@ -1,0 +1,290 @@
+"""From the first byte to the last page: warm-up, health, refusals at capacity, drain, signals, a lost device."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import threading
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from rpc_harness import CONFIG, SERVER, Served, collect, expected_tokens, ids, reason_of, serving, until
+
+from tinyloop_service.app import App, LoadedModel
+from tinyloop_service.engine.api import Plan
+from tinyloop_service.engine.fake import FakeEngine
+from tinyloop_service.errors import DeviceLost, EngineFault, InvalidArgument, ModelFileError
+from tinyloop_service.pb import generation_pb2 as g
+from tinyloop_service.pb import generation_pb2_grpc, model_pb2, model_pb2_grpc
+from tinyloop_service.pb import prefix_pb2 as p
+from tinyloop_service.rpc.server import READY_SERVICE, SERVICES
+from tinyloop_service.rpc.status import DETAILS_KEY
+from tinyloop_service.settings import SchedulerSettings, Settings
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+WITH_HEALTH = replace(SERVER, health_listen="127.0.0.1:0")
+NO_RETRIES = (("grpc.enable_retries", 0),)
+
+
+def request(*tokens: int, max_tokens: int = 50) -> g.GenerateRequest:
+    return g.GenerateRequest(input=ids(*(tokens or (1, 2))), max_tokens=max_tokens, ignore_eos=True)
+
+
+async def health(address: str, service: str = READY_SERVICE) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        return (await check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status  # type: ignore[no-any-return]
+
+
+async def refusal(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (collect(call) if hasattr(call, "__aiter__") else call)
+    return caught.value
+
+
+async def test_a_server_listens_while_it_warms_up() -> None:
+    gate = threading.Event()
+
+    def load() -> LoadedModel:
+        gate.wait()
+        return LoadedModel(FakeEngine(), None, CONFIG)
+
+    app = App(Settings(server=WITH_HEALTH), load)
+    await app.start()
+    try:
+        assert await health(app.health_address, "") == SERVING
+        assert await health(app.health_address) == NOT_SERVING
+        async with grpc.aio.insecure_channel(app.address, NO_RETRIES) as channel:
+            generation = generation_pb2_grpc.GenerationServiceStub(channel)
+            for call in (
+                model_pb2_grpc.ModelServiceStub(channel).GetModel(model_pb2.GetModelRequest()),
+                generation.Generate(request()),
+                generation.GenerateUnary(g.GenerateUnaryRequest(generation=request())),
+            ):
+                error = await refusal(call)
+                assert reason_of(error) == ("UNAVAILABLE", "WARMING_UP")
+                assert int(dict(error.trailing_metadata())["grpc-retry-pushback-ms"]) > 0
+            gate.set()
+            await app.ready()
+            assert await health(app.health_address) == SERVING
+            assert await collect(generation.Generate(request()))
+    finally:
+        gate.set()
+        await app.stop(0.0)
+
+
+async def test_a_server_may_be_stopped_while_it_warms_up() -> None:
+    gate, engine = threading.Event(), FakeEngine()
+
+    def load() -> LoadedModel:
+        gate.wait()
+        return LoadedModel(engine, None, CONFIG)
+
+    app = App(Settings(server=SERVER), load)
+    await app.start()
+    await app.stop(0.0)
+    gate.set()
+    await until(lambda: engine.is_closed)
+
+
+async def test_what_loading_raises_reaches_whoever_waits() -> None:
+    def load() -> LoadedModel:
+        raise ModelFileError("truncated")
+
+    app = App(Settings(server=SERVER), load)
+    await app.start()
+    with pytest.raises(ModelFileError, match="truncated"):
+        await app.ready()
+    await app.stop(0.0)
+    with pytest.raises(ModelFileError, match="truncated"):
+        await App(Settings(server=SERVER), load).run()
+
+
+async def test_an_address_that_is_taken_is_refused_by_its_setting(served: Served) -> None:
+    app = App(Settings(server=replace(SERVER, listen=served.address)), lambda: LoadedModel(FakeEngine(), None, CONFIG))
+    with pytest.raises(InvalidArgument, match="another server") as caught:
+        await app.start()
+    assert caught.value.field == "listen"
+
+
+async def test_reflection_is_there_when_asked_for_and_only_then() -> None:
+    async def services(served: Served) -> set[str]:
+        stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        answers = await collect(stub.ServerReflectionInfo(asked))
+        return {service.name for service in answers[0].list_services_response.service}
+
+    async with serving(reflection=True) as served:
+        assert set(SERVICES) <= await services(served)
+    async with serving() as served:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await services(served)
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_full_queue_says_when_to_come_back() -> None:
+    gate = threading.Event()
+    engine = FakeEngine(gate=gate)
+    async with serving(engine, scheduler=SchedulerSettings(max_queue=2)) as served:
+        running = []
+
+        async def refused() -> grpc.aio.AioRpcError:
+            while True:
+                call = served.generation.Generate(request())
+                reading = asyncio.ensure_future(call.read())
+                running.append(reading)
+                before = served.num_open()
+                while not reading.done() and served.num_open() == before:  # noqa: ASYNC110, either may come
+                    await asyncio.sleep(0)
+                if reading.done():
+                    return await refusal(reading)
+
+        async with grpc.aio.insecure_channel(served.address, NO_RETRIES) as channel:
+            served = replace(served, channel=channel)
+            error = await refused()
+            assert reason_of(error) == ("UNAVAILABLE", "QUEUE_FULL")
+            status = status_pb2.Status.FromString(dict(error.trailing_metadata())[DETAILS_KEY])
+            retry = error_details_pb2.RetryInfo()
+            assert any(detail.Unpack(retry) for detail in status.details) and retry.retry_delay.ToNanoseconds() > 0
+            gate.set()
+            await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_health_list_and_get_answer_while_a_long_build_runs() -> None:
+    gate = threading.Event()
+    async with serving(FakeEngine(gate=gate), health_listen="127.0.0.1:0") as served:
+        await served.prefixes.CreatePrefix(
+            p.CreatePrefixRequest(prefix_id="long", input=ids(*range(1, 400)), build_async=True)
+        )
+        async with asyncio.timeout(5):  # the engine stands still all the while: whoever waits for it never answers
+            assert await health(served.app.health_address) == SERVING
+            listed = await served.prefixes.ListPrefixes(p.ListPrefixesRequest())
+            got = await served.prefixes.GetPrefix(p.GetPrefixRequest(name="prefixes/long"))
+            await served.model.GetLoad(model_pb2.GetLoadRequest())
+        assert listed.prefixes[0].state == got.state == p.PREFIX_STATE_BUILDING
+        gate.set()
+
+
+async def test_drain_refuses_what_is_new_and_finishes_what_runs() -> None:
+    gate = threading.Event()
+    async with serving(FakeEngine(gate=gate), health_listen="127.0.0.1:0") as served:
+        running = asyncio.create_task(collect(served.generation.Generate(request(5, 6))))
+        await until(lambda: served.num_open() == 1)
+        stopping = asyncio.create_task(served.app.stop(grace_s=30.0))
+        await until(lambda: not served.scheduler.load().accepting)
+        assert await health(served.app.health_address) == NOT_SERVING
+        assert await health(served.app.health_address, "") == SERVING
+        async with grpc.aio.insecure_channel(served.address, NO_RETRIES) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            assert reason_of(await refusal(stub.Generate(request()))) == ("UNAVAILABLE", "DRAINING")
+        gate.set()
+        messages = await running
+        await stopping
+        assert tuple(t for m in messages for t in m.delta.token_ids) == expected_tokens((5, 6), 50)
+        assert served.engine.is_closed
+
+
+async def test_an_old_connection_is_replaced_under_running_streams() -> None:
+    async with serving(FakeEngine(step_s=0.005), max_connection_age_s=0.1) as served:
+        stream = asyncio.create_task(collect(served.generation.Generate(request(7, max_tokens=400))))
+        await until(lambda: served.num_open() == 1)
+        while not stream.done():
+            await served.model.GetLoad(model_pb2.GetLoadRequest())
+        assert tuple(t for m in await stream for t in m.delta.token_ids) == expected_tokens((7,), 400)
+
+
+async def test_a_fault_of_one_step_leaves_others_alone() -> None:
+    def fault(plan: Plan) -> EngineFault | None:
+        doomed = any(opened.sampling and opened.sampling.seed == 13 for opened in plan.open)
+        return EngineFault("private text of a kernel") if doomed else None
+
+    async with serving(FakeEngine(fault=fault)) as served:
+        bad = request(3, 4)
+        bad.seed = 13
+        error = await refusal(served.generation.Generate(bad))
+        assert reason_of(error) == ("INTERNAL", "ENGINE_FAULT") and "private" not in str(error)
+        assert await collect(served.generation.Generate(request()))
+        await served.settled()
+
+
+async def test_a_lost_device_ends_the_server_with_status_1() -> None:
+    lost = [False]
+    engine = FakeEngine(fault=lambda plan: DeviceLost("private") if lost[0] else None)
+    app = App(Settings(server=WITH_HEALTH), lambda: LoadedModel(engine, None, CONFIG))
+    ready = asyncio.Event()
+    running = asyncio.create_task(app.run(lambda app: ready.set()))
+    await ready.wait()
+    lost[0] = True
+    async with grpc.aio.insecure_channel(app.address, NO_RETRIES) as channel:
+        error = await refusal(generation_pb2_grpc.GenerationServiceStub(channel).Generate(request()))
+        assert error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE) and "private" not in str(error)
+    async with asyncio.timeout(20):
+        assert await running == 1
+
+
+@asynccontextmanager
+async def process(grace_s: float, step_s: float) -> AsyncIterator[tuple[Process, str, str]]:
+    """A server process of its own; its address and its health address."""
+    script = Path(__file__).with_name("fake_server.py")
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), str(grace_s), str(step_s), stdout=PIPE, stderr=PIPE, cwd=script.parent
+    )
+    assert started.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            words = (await started.stdout.readline()).decode().split()
+        yield started, words[1], words[3]
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.communicate()
+
+
+async def test_sigterm_under_load_finishes_running_streams_and_exits_0() -> None:
+    async with process(grace_s=60, step_s=0.02) as (server, address, health_address):
+        async with grpc.aio.insecure_channel(address, NO_RETRIES) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            calls = [stub.Generate(request(i, max_tokens=40)) for i in range(1, 9)]
+            streams = [asyncio.create_task(collect(call)) for call in calls]
+            load = model_pb2_grpc.ModelServiceStub(channel).GetLoad
+            while (await load(model_pb2.GetLoadRequest())).rows_running < 8:
+                pass
+            server.send_signal(signal.SIGTERM)
+            while await health(health_address) == SERVING:
+                pass
+            assert (await refusal(stub.Generate(request()))).code() is grpc.StatusCode.UNAVAILABLE
+            for i, messages in enumerate(await asyncio.gather(*streams), 1):
+                assert tuple(t for m in messages for t in m.delta.token_ids) == expected_tokens((i,), 40)
+        async with asyncio.timeout(30):
+            _, log = await server.communicate()
+        assert server.returncode == 0
+        lines = [json.loads(line) for line in log.decode().splitlines()]
+        answered = [line for line in lines if line["event"] == "answered" and line["method"] == "Generate"]
+        assert len(answered) == 8 and len({line["request_id"] for line in answered}) == 8
+        assert lines[-1]["event"] == "stopped"
+
+
+async def test_a_second_signal_does_not_wait_for_running_streams() -> None:
+    async with process(grace_s=3600, step_s=0.2) as (server, address, health_address):
+        channel = grpc.aio.insecure_channel(address, NO_RETRIES)
+        async with channel:
+            stream = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request(max_tokens=2000))
+            await stream.read()
+            server.send_signal(signal.SIGTERM)
+            while await health(health_address) == SERVING:
+                pass
+            server.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(30):
+                assert await server.wait() == 1
+            assert await stream.code() is not grpc.StatusCode.OK
