@@ -63,7 +63,7 @@ def bench(
         if settings.kv_memory is None:
             settings = dataclasses.replace(settings, kv_memory=kv_memory_for(weights.spec, workload))
         say("preparing the engine and checking its bits")
-        report = run_bench(build_engine(weights, settings), workload, say)
+        report = run_bench(build_engine(weights, settings, progress=say), workload, say)
     if as_json:
         output.print_json({"model": str(path or "demo"), **report.as_dict()})
     else:

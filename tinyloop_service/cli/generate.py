@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,10 @@ def _print_stream(client: Client, request: dict[str, Any], ids: bool) -> None:
     shown_text = False
     kept: list[int] = []
     last: Delta | None = None
-    for last in client.stream(**request):
+    stream = client.stream(**request)
+    with output.waiting("reading the prompt"):
+        first = list(itertools.islice(stream, 1))
+    for last in itertools.chain(first, stream):
         kept.extend(last.token_ids)
         if not ids and last.text:
             shown_text = True

@@ -13,10 +13,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.rpc.server import READY_SERVICE
 
 START_S = 120.0
 STOP_S = 20.0
-READY_SERVICE = "tinyloop.v1.GenerationService"
 _ADDRESSES = ("--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0", "--log-level", "warning")
 
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import click
+import structlog
 
 from tinyloop_service.cli.options import read_settings, settings_options
 
@@ -48,8 +49,13 @@ def serve(**given: str | bool | None) -> None:
 
     settings = read_settings(given)
     configure_logging(settings.server)
-    app = App(settings, lambda: load_model(settings.server.model or MODEL_PATH, settings.engine))
+    model = settings.server.model or MODEL_PATH
+    app = App(settings, lambda: load_model(model, settings.engine, progress=_report))
     raise SystemExit(asyncio.run(app.run(on_ready=_announce)))
+
+
+def _report(step: str) -> None:
+    structlog.get_logger("tinyloop.cli").info("loading", step=step)
 
 
 def _announce(app: App) -> None:
