@@ -210,3 +210,15 @@ async def test_get_model_says_what_the_server_is(served: Served) -> None:
         assert config["eos_token_ids"] == [0] and config["rope_pairing"] == "half"
         load = await client.load()
         assert load.pages_total == load.pages_free == 4096 and load.accepting
+
+
+async def test_no_prompt_is_logged(served: Served, quiet_logs: list[dict[str, Any]]) -> None:
+    marker = "xyzzy"
+    text = input_pb2.Input(text=f"say {marker}")
+    create = p.CreatePrefixRequest(prefix_id="p", input=text)
+    await served.prefixes.CreatePrefix(create)
+    await collect(served.generation.Generate(request(input=text, stop_sequences=[g.StopSequence(text=marker)])))
+    await refusal(served.generation.Generate(request(input=text, max_tokens=0)))
+    await refusal(served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id=f"{marker} is no id", input=text)))
+    assert len([log for log in quiet_logs if log["event"] in ("answered", "refused")]) == 4
+    assert marker not in repr(quiet_logs)

@@ -118,6 +118,16 @@ async def test_an_address_that_is_taken_is_refused_by_its_setting(served: Served
     assert caught.value.field == "listen"
 
 
+async def test_a_server_listens_on_a_unix_socket(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/tinyloop.sock"
+    async with serving(listen=address) as served:
+        assert served.address == address
+        assert await collect(served.generation.Generate(request()))
+    with pytest.raises(InvalidArgument):
+        async with serving(listen=f"unix:{tmp_path}/no/such/folder/s.sock"):
+            pass
+
+
 async def test_reflection_is_there_when_asked_for_and_only_then() -> None:
     async def services(served: Served) -> set[str]:
         stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)

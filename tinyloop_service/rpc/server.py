@@ -65,11 +65,9 @@ def listen(server: grpc.aio.Server, address: str, field: str) -> str:
         port = server.add_insecure_port(address)
     except RuntimeError:
         port = 0
-    if address.startswith("unix:"):
-        return address
     if port == 0:
         raise InvalidArgument(field, f"cannot listen on {address}; is another server there? Choose another port, or 0")
-    return f"{address.rpartition(':')[0]}:{port}"
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
 
 class Health:
