@@ -38,6 +38,7 @@ from tinyloop_service.settings import EngineSettings, LogFormat, ServerSettings,
 from tinyloop_service.text import Tokenizer
 
 Progress = Callable[[str], None]
+_CLOSE_S = 60.0  # for the step in flight; an engine that takes longer is left behind
 _FLUSH_S = 2.0  # for the last messages of finished requests to leave
 _log = structlog.get_logger("tinyloop.app")
 
@@ -126,7 +127,7 @@ class App:
         if self._scheduler is not None and grace_s > 0:
             await self._unless_hurried(self._scheduler.drain(grace_s))
         if self._scheduler is not None:
-            await self._unless_hurried(self._scheduler.close())
+            await self._unless_hurried(_close(self._scheduler))
         await self._server.stop(None if self._hurry.is_set() else _FLUSH_S)
         await self._health.stop()
         _log.info("stopped")
@@ -208,6 +209,13 @@ def configure_logging(settings: ServerSettings) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+async def _close(scheduler: Scheduler) -> None:
+    try:
+        await asyncio.wait_for(scheduler.close(), _CLOSE_S)
+    except TimeoutError:
+        _log.error("the engine did not stop", waited_s=_CLOSE_S)
 
 
 async def _in_thread(work: Callable[[], LoadedModel]) -> LoadedModel:

@@ -188,7 +188,9 @@ async def test_a_stopped_reader_gets_fewer_larger_messages_and_others_keep_their
         assert largest > 2 * served.engine.limits.max_steps, "nothing was coalesced while the reader stood still"
 
 
-async def test_a_thousand_cancelled_streams_leave_nothing_behind(served: Served) -> None:
+async def test_a_thousand_cancelled_streams_leave_nothing_behind(
+    served: Served, quiet_logs: list[dict[str, Any]]
+) -> None:
     async def cancel_one(number: int) -> None:
         call = served.generation.Generate(request(1 + number % 500, 2, 3, max_tokens=1000))
         await call.read()
@@ -202,9 +204,13 @@ async def test_a_thousand_cancelled_streams_leave_nothing_behind(served: Served)
         gc.collect()
 
     await cancel_many(200)
+    assert {log["event"] for log in quiet_logs} <= {"listening", "ready", "answered", "cancelled"}
+    quiet_logs.clear()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
     objects = len(gc.get_objects())
     await cancel_many(1000)
+    assert {log["event"] for log in quiet_logs} <= {"answered", "cancelled"}
+    quiet_logs.clear()
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert len(gc.get_objects()) - objects < 2000, "about an object or two stays for each cancelled stream"
     assert grown_kib < 20 * 1024, f"1000 cancelled streams left {grown_kib} KiB behind"
