@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinyloop_service.engine.cpu.runtime import use_threads
 from tinyloop_service.engine.reference import Cache, Reference, rope, round_to_int8, visible
 from tinyloop_service.engine.spec import SIZES, ModelSpec, Quant
 from tinyloop_service.engine.weights import ModelWeights, random_model
@@ -266,7 +267,9 @@ def test_int8_rounding_is_that_of_matmulnbits_at_accuracy_level_4() -> None:
     graph = onnx.helper.make_graph([node], "g", values[:1], values[1:], constants)
     opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    options = ort.SessionOptions()
+    options.use_per_session_threads = not use_threads(None)  # a process has one pool or many, never both
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     x = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
     (y,) = session.run(None, {"a": x})
     np.testing.assert_allclose(y, round_to_int8(x, 32) @ linear.dequantize().T, rtol=0, atol=1e-4)
