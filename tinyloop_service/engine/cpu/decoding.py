@@ -24,8 +24,6 @@ from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.cpu.sequences import Sequence, SequenceTable, inherited_ranges, inherited_split
 from tinyloop_service.engine.spec import ModelSpec
 
-_FOLD_ROWS = 2048  # splits × rows of one fold
-
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
@@ -158,7 +156,7 @@ class DecodeGroup:
         assert self._layout is not None
         shared = list(inherited_ranges(rows[0], self._layout.visible))
         self._positions = np.empty(n, np.int64)
-        self._shared = folds_over(shared, n, key.window, max(1, _FOLD_ROWS // n))
+        self._shared = folds_over(shared, n, key.window)
         self._own = [self._own_folds(s) for s in rows]
         self._slots = np.empty(n, np.int64)
         layers = range(self._spec.cache_layers(key.loops))
@@ -171,7 +169,7 @@ class DecodeGroup:
         if first >= end:
             return []
         assert sequence.track is not None, f"sequence {sequence.id} lost its whole splits"
-        return folds_over([SplitRange(sequence.track, first, end)], 1, self.key.window, _FOLD_ROWS)
+        return folds_over([SplitRange(sequence.track, first, end)], 1, self.key.window)
 
     def fill(self, tokens: Array, positions: Array) -> None:
         rows, window = self.rows, self.key.window

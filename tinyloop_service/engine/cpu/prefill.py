@@ -21,8 +21,6 @@ from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.cpu.sequences import Sequence, inherited_ranges
 from tinyloop_service.types import TokenIds
 
-_FOLD_ROWS = 2048  # splits × rows of one fold: what lies between its operators stays in the cache
-
 
 @dataclass(frozen=True, slots=True)
 class _Span:
@@ -72,7 +70,7 @@ class PrefillRun:
 
     def _folds(self, ranges: list[SplitRange], positions: Array) -> list[Fold]:
         rows, window = len(positions), self._sequence.window
-        folds = folds_over(ranges, rows, window, max(1, _FOLD_ROWS // rows))
+        folds = folds_over(ranges, rows, window)
         for fold in folds:
             fold.update(positions, window)
         return folds

@@ -13,10 +13,12 @@ from typing import Protocol
 import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS
-from tinyloop_service.engine.cpu.attention import MASKED, AttentionKernels, FoldState
+from tinyloop_service.engine.cpu.attention import MASKED, MOST_SPLITS, AttentionKernels, FoldState
 from tinyloop_service.engine.cpu.memory import SplitRange
 from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.spec import ModelSpec
+
+_FOLD_ROWS = 2048  # splits × rows of one fold
 
 Step = Callable[[], object]
 
@@ -82,9 +84,10 @@ class Fold:
             self.mask[:, 0, 0] = np.where((at <= p) & (at > p - window), np.float32(0), MASKED)
 
 
-def folds_over(ranges: Iterable[SplitRange], rows: int, window: int, most_splits: int) -> list[Fold]:
-    """Cut ranges into folds of at most `most_splits`; where they are cut changes no bit."""
+def folds_over(ranges: Iterable[SplitRange], rows: int, window: int) -> list[Fold]:
+    """Cut ranges into folds of a size that stays in the cache; where they are cut changes no bit."""
     folds = []
+    most_splits = min(MOST_SPLITS, max(1, _FOLD_ROWS // rows))
     for splits in ranges:
         for first in range(splits.first, splits.end, most_splits):
             piece = SplitRange(splits.track, first, min(first + most_splits, splits.end))
