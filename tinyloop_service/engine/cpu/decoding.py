@@ -12,6 +12,8 @@ In: which sequences take part in the next step.  Out: the steps of `rows.Run`, w
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +76,11 @@ class DecodeGroup:
 
     def holds(self, seq: SequenceId) -> bool:
         return seq in self._sequences
+
+    def expect(self, sequences: Iterable[Sequence]) -> None:
+        """Make room for rows that are about to join."""
+        for arena, count in Counter(self._arena_at(s.length % PAGE_TOKENS) for s in sequences).items():
+            arena.reserve(count)
 
     def join(self, sequence: Sequence) -> None:
         """Take a row in: its tail is copied from its track, or from its parent's if it has none."""

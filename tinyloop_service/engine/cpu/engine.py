@@ -53,10 +53,13 @@ class CpuEngine:
         if cache_mode is not CacheMode.FP16:
             raise ValueError(f"cache_mode is {cache_mode.value}; the CPU engine stores {CacheMode.FP16.value}")
         report = progress or (lambda _: None)
-        threads = use_threads(threads)
-        report(f"compiling and checking kernels for {threads} threads")
+        in_use = use_threads(threads)
+        shared = (
+            f"; {threads} asked for, but this process has its pool already" if threads not in (None, in_use) else ""
+        )
+        report(f"compiling and checking kernels for {in_use} threads{shared}")
         self._limits = _limits(weights, kv_memory, cache_mode)
-        self._model = Model(weights, max_rows=MAX_ROWS + MAX_CHUNK, accuracy_level=accuracy_level, threads=threads)
+        self._model = Model(weights, max_rows=MAX_ROWS + MAX_CHUNK, accuracy_level=accuracy_level, threads=in_use)
         self._table = SequenceTable(weights.spec, self._limits.num_pages, debug=debug)
         self._groups: dict[GroupKey, DecodeGroup] = {}
         self._seats: dict[SequenceId, DecodeGroup] = {}
@@ -136,10 +139,16 @@ class CpuEngine:
         wanted = set(rows)
         for seq in self._seats.keys() - wanted:
             self._unseat(seq, keep=True)
+        arriving: dict[GroupKey, list[Sequence]] = {}
         for seq in rows:
             if seq not in self._seats:
-                self._seats[seq] = group = self._group(GroupKey.of(self._table[seq]))
-                group.join(self._table[seq])
+                arriving.setdefault(GroupKey.of(self._table[seq]), []).append(self._table[seq])
+        for key, sequences in arriving.items():
+            group = self._group(key)
+            group.expect(sequences)
+            for sequence in sequences:
+                group.join(sequence)
+                self._seats[sequence.id] = group
 
     def _group(self, key: GroupKey) -> DecodeGroup:
         if key not in self._groups:

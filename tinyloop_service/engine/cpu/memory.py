@@ -27,7 +27,8 @@ class PagePool:
     """`num_pages` pages; memory is committed as pages are first written."""
 
     def __init__(self, num_pages: int, spec: ModelSpec) -> None:
-        self._pages: NDArray[np.float16] = np.empty(page_shape(spec, num_pages), np.float16)
+        self._pages: NDArray[np.float16] = np.zeros(page_shape(spec, num_pages), np.float16)
+        self._touched = np.zeros(num_pages, np.bool_)  # the others are zero still
 
     @property
     def num_pages(self) -> int:
@@ -36,12 +37,14 @@ class PagePool:
     def zero(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             for page in block:
-                self._pages[page] = 0
+                if self._touched[page]:
+                    self._pages[page] = 0
+                self._touched[page] = True
 
     def poison(self, pages: Iterable[int]) -> None:
         """NaN: whoever reads a page that was given back shows at once."""
         for page in pages:
-            self._pages[page] = np.nan
+            self._pages[page], self._touched[page] = np.nan, True
 
     def copy(self, source: Block, target: Block, num_tokens: int) -> None:
         for a, b in zip(source, target, strict=True):
@@ -145,21 +148,32 @@ class TailArena:
     def __init__(self, spec: ModelSpec, num_layers: int, size: int) -> None:
         self._spec, self.size = spec, size
         self.rows: list[int] = []  # sequence ids, by slot
-        self.keys: list[Array] = [self._empty(0) for _ in range(num_layers)]
-        self.values: list[Array] = [self._empty(0) for _ in range(num_layers)]
+        self.keys: list[Array] = [self._zeros(0) for _ in range(num_layers)]
+        self.values: list[Array] = [self._zeros(0) for _ in range(num_layers)]
+        self._touched = 0  # slots from here on are zero still
 
-    def _empty(self, rows: int) -> Array:
-        return np.empty((rows, self._spec.n_kv_heads, self.size, self._spec.head_dim), np.float32)
+    def _zeros(self, rows: int) -> Array:
+        return np.zeros((rows, self._spec.n_kv_heads, self.size, self._spec.head_dim), np.float32)
+
+    def reserve(self, more: int) -> None:
+        """Room for `more` further rows, in one move."""
+        held, used = len(self.keys[0]), len(self.rows)
+        if used + more <= held:
+            return
+        for arrays in (self.keys, self.values):
+            for layer, old in enumerate(arrays):
+                arrays[layer] = self._zeros(max(used + more, held + held // 2))
+                arrays[layer][:used] = old[:used]
+        self._touched = used
 
     def append(self, seq: int) -> int:
         """A slot, zeroed."""
-        slot, held = len(self.rows), len(self.keys[0])
-        for arrays in (self.keys, self.values):
-            for layer, old in enumerate(arrays):
-                if slot == held:
-                    arrays[layer] = self._empty(held + max(1, held // 2))
-                    arrays[layer][:held] = old
-                arrays[layer][slot] = 0
+        self.reserve(1)
+        slot = len(self.rows)
+        if slot < self._touched:
+            for x in (*self.keys, *self.values):
+                x[slot] = 0
+        self._touched = max(self._touched, slot + 1)
         self.rows.append(seq)
         return slot
 

@@ -5,13 +5,12 @@ bound to NumPy memory that lives on, so that a run copies nothing and costs a fe
 models, pages and attention.
 
 All kernels of a process use one thread pool and one memory arena: sessions with pools of their own fight for the cores.
-The pool is made once; a later engine that asks for another number of threads gets the first one's, with a warning.
+The pool is made once; a later engine that asks for another number of threads gets the first one's.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,9 +42,6 @@ def use_threads(threads: int | None) -> int:
         memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
         ort.create_and_register_allocator(memory, None)
         _Pool.threads = wanted
-    elif threads is not None and threads != _Pool.threads:
-        message = f"{threads} threads asked for; this process's pool already has {_Pool.threads}, which are used"
-        warnings.warn(message, stacklevel=2)
     return _Pool.threads
 
 
