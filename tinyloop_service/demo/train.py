@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import platform
+import subprocess
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -237,6 +238,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "command": "python -m tinyloop_service.demo.train",
         "train_config": asdict(trainer.config),
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
+        "driver": _driver() if cuda else None,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -244,6 +246,11 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         },
         "kept": trainer.best_entry,
     }
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 def main() -> None:
