@@ -20,7 +20,7 @@ from tinyloop_service.engine.cpu.runtime import Array, use_threads
 from tinyloop_service.engine.cpu.sampling import RowSampler, sample
 from tinyloop_service.engine.cpu.sequences import Sequence, SequenceTable
 from tinyloop_service.engine.tensors import ModelWeights
-from tinyloop_service.errors import EngineFault
+from tinyloop_service.errors import EngineFault, InvalidArgument
 from tinyloop_service.types import CacheMode, TokenLogprob
 
 MAX_ROWS = 64
@@ -49,15 +49,15 @@ class CpuEngine:
 
         accuracy_level: of INT4 products; 4 rounds activations to int8, 0 and 1 keep them float32.  threads: of the
         whole process, None for every core it may use.  debug: pages are poisoned when given back.
+        Raises InvalidArgument for what this engine cannot do, EngineFault if the self-check finds that this processor
+        breaks a promise.
         """
         if cache_mode is not CacheMode.FP16:
-            raise ValueError(f"cache_mode is {cache_mode.value}; the CPU engine stores {CacheMode.FP16.value}")
+            raise InvalidArgument("cache_mode", f"{cache_mode.value} given; the CPU engine stores fp16")
         report = progress or (lambda _: None)
         in_use = use_threads(threads)
-        shared = (
-            f"; {threads} asked for, but this process has its pool already" if threads not in (None, in_use) else ""
-        )
-        report(f"compiling and checking kernels for {in_use} threads{shared}")
+        reason = "" if threads in (None, in_use) else f"; {threads} asked for, but the process has its pool already"
+        report(f"compiling and checking kernels for {in_use} threads{reason}")
         self._limits = _limits(weights, kv_memory, cache_mode)
         self._model = Model(weights, max_rows=MAX_ROWS + MAX_CHUNK, accuracy_level=accuracy_level, threads=in_use)
         self._table = SequenceTable(weights.spec, self._limits.num_pages, debug=debug)
@@ -251,7 +251,7 @@ def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode) -> Lim
     least = spec.cache_layers(spec.default_loops) * (1 + ACTIVE_PAGES)
     if num_pages < least:
         need = least * page_bytes(spec)
-        raise ValueError(f"kv_memory is {kv_memory} bytes; {PAGE_TOKENS} tokens alone take {need}")
+        raise InvalidArgument("kv_memory", f"{kv_memory} bytes given; {PAGE_TOKENS} tokens alone take {need}")
     return Limits(
         model_id=weights.model_id,
         vocab_size=spec.vocab_size,

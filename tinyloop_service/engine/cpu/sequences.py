@@ -83,7 +83,8 @@ class SequenceTable:
         return RowSampler(sampling, self._spec.vocab_size, prompt)
 
     def close(self, seq: SequenceId) -> None:
-        del self._open[seq]
+        """Forget a sequence; one that a failed plan never came to open is not there."""
+        self._open.pop(seq, None)
 
     def released(self, pages: tuple[int, ...]) -> None:
         if self._debug:

@@ -1,0 +1,131 @@
+"""The CPU engine as an object: its limits, what it refuses, what a failed step leaves behind, its check of itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cpu_driver import GREEDY, Driver, engine_of, weights_of
+
+from tinyloop_service.engine.api import Extend, Open, Plan, Prefill
+from tinyloop_service.engine.cpu import CpuEngine
+from tinyloop_service.engine.cpu.attention import AttentionKernels
+from tinyloop_service.engine.cpu.runtime import Array, Kernel, use_threads
+from tinyloop_service.engine.cpu.selfcheck import check_attention, row_multiple
+from tinyloop_service.engine.spec import SIZES, Quant
+from tinyloop_service.errors import EngineFault, InvalidArgument
+from tinyloop_service.types import CacheMode
+
+SPEC = replace(
+    SIZES["tiny"], vocab_size=300, d_model=64, head_dim=16, d_ff=128, pre_blocks=1, max_seq_len=512, quant=Quant(4, 32)
+)
+TOKENS = tuple(range(200))
+
+
+def test_limits_say_what_memory_holds() -> None:
+    limits = engine_of(SPEC).limits
+    assert limits.page_bytes == 2 * 4 * 64 * 16 * 2  # K and V, heads, tokens, dim, fp16
+    assert limits.num_pages == (256 << 20) // limits.page_bytes
+    assert limits.active_pages(0, 65, 2) == 2 * 2 * 3  # two splits of three layers, float32 for fp16
+    assert (limits.model_id, limits.cache_mode) == (weights_of(SPEC).model_id, CacheMode.FP16)
+
+
+def test_refuses_what_it_cannot_do() -> None:
+    weights = weights_of(SPEC)
+    with pytest.raises(InvalidArgument, match=r"kv_memory: 1000 bytes given; 64 tokens alone take \d+"):
+        CpuEngine(weights, kv_memory=1000)
+    with pytest.raises(InvalidArgument, match="cache_mode: int8 given"):
+        CpuEngine(weights, kv_memory=1 << 20, cache_mode=CacheMode.INT8)
+
+
+def test_progress_names_the_threads() -> None:
+    said: list[str] = []
+    CpuEngine(weights_of(SPEC), kv_memory=1 << 20, threads=2, progress=said.append)
+    assert said == ["compiling and checking kernels for 2 threads"]
+
+
+def test_a_failed_step_costs_only_its_own_sequences() -> None:
+    driver = Driver(engine_of(SPEC))
+    prefix = driver.prefix(TOKENS[:70])
+    alone = driver.alone(prefix, TOKENS[70:72], 6)
+    survivor = driver.request(prefix, TOKENS[70:72])
+    driver.decode([survivor], 3)
+    engine, lost = driver.engine, 999
+    bad = Plan(900, open=(Open(lost, None, 0, 2, 0, GREEDY),), prefill=(Prefill(lost, 0, (1, 2), last=True),))
+    with pytest.raises(EngineFault, match="step 900 failed"):
+        engine.step(bad)  # no pages were given to it
+    engine.step(Plan(901, close=(lost,)))
+    driver.decode([survivor], 3)
+    assert driver.drawn[survivor.id] == alone
+
+
+def test_a_stray_read_of_a_page_given_back_is_a_fault() -> None:
+    """T18: a prefix is made active from pages that were (wrongly) released."""
+    driver = Driver(engine_of(SPEC))
+    prefix = driver.prefix(TOKENS[:70])
+    released = prefix.blocks[0] + prefix.blocks[1]
+    driver.engine.step(Plan(800, released=released, deactivate=(prefix.id,), activate=(prefix.id,)))
+    with pytest.raises(EngineFault, match="not finite"):
+        driver.request(prefix, TOKENS[70:72])
+
+
+def test_pages_given_back_are_poisoned_and_pages_taken_are_zero() -> None:
+    driver = Driver(engine_of(SPEC))
+    held = driver.prefix(TOKENS[:64])
+    pages = held.blocks[0]
+    driver.close(held)
+    driver.step()
+    pool = driver.engine._table.pool
+    assert np.isnan(pool.read(np.array(pages))).all()
+    driver.engine.step(Plan(700, open=(Open(500, None, 0, 2, 0, None),), extend=(Extend(500, (pages,)),)))
+    assert not pool.read(np.array(pages)).any()
+
+
+def counting(multiple: int):  # type: ignore[no-untyped-def]
+    """A linear that gives other bits to matrices whose rows are no multiple of `multiple`."""
+
+    def linear(x: Array) -> Array:
+        return x + np.float32(1e-7 * (len(x) % multiple > 0))
+
+    return linear
+
+
+@pytest.mark.parametrize(("kept_at", "chosen"), [(2, 2), (4, 4), (16, 16)])
+def test_row_multiple_falls_back(kept_at: int, chosen: int) -> None:
+    assert row_multiple([("good", 8, counting(1)), ("picky", 8, counting(kept_at))]) == chosen
+
+
+def test_no_row_multiple_is_a_fault() -> None:
+    with pytest.raises(EngineFault, match="self-check: the head gives a row other bits"):
+        row_multiple([("the head", 8, lambda x: x + np.float32(1e-4 * len(x)))])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_passes_its_check(kv_heads: int) -> None:
+    use_threads(2)
+    spec = replace(SPEC, n_kv_heads=kv_heads)
+    check_attention(AttentionKernels(spec), spec)
+
+
+def test_attention_that_depends_on_company_is_a_fault() -> None:
+    use_threads(2)
+
+    class Sloppy(AttentionKernels):
+        def fold(self, *, going_on: bool, masked: bool) -> Kernel:
+            return _Nudged(super().fold(going_on=going_on, masked=masked))
+
+    with pytest.raises(EngineFault, match="breaks a promise: 1 of 9 rows"):
+        check_attention(Sloppy(SPEC), SPEC)
+
+
+class _Nudged(Kernel):
+    """The right kernel, one bit off for a single row."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def run(self, inputs: object, outputs: object) -> None:
+        self._kernel.run(inputs, outputs)  # type: ignore[arg-type]
+        if len(outputs["acc"]) == 1:  # type: ignore[index]
+            outputs["acc"][:] = np.nextafter(outputs["acc"], np.inf)  # type: ignore[index]
