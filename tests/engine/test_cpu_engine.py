@@ -66,7 +66,7 @@ def test_a_stray_read_of_a_page_given_back_is_a_fault() -> None:
     prefix = driver.prefix(TOKENS[:70])
     released = prefix.blocks[0] + prefix.blocks[1]
     driver.engine.step(Plan(800, released=released, deactivate=(prefix.id,), activate=(prefix.id,)))
-    with pytest.raises(EngineFault, match="not finite"):
+    with pytest.raises(EngineFault, match=r"step \d+ failed"):
         driver.request(prefix, TOKENS[70:72])
 
 

@@ -114,7 +114,7 @@ class GraphBuilder:
         opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_CONTRIB, 1)]
         model = helper.make_model(graph, ir_version=_IR_VERSION, opset_imports=opsets)
         options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # errors come back as exceptions
         options.use_per_session_threads = False
         options.add_session_config_entry("session.use_env_allocators", "1")
         providers = ["CPUExecutionProvider"]
