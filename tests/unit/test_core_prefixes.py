@@ -442,3 +442,82 @@ def test_active_forms_count_against_the_budget() -> None:
     driver.run()
     with pytest.raises(OutOfMemory):
         driver.submit(GenerationRequest((1,), 5, prefix="q"))
+
+
+def test_nobody_evicts_what_somebody_older_waits_for() -> None:
+    """The younger build would fit if the prefix went that the older request, short of a row, is to read."""
+    driver = Driver(dataclasses.replace(SMALL, num_pages=11, max_rows=1))
+    driver.create("p", tokens(128))
+    driver.run()
+    busy = driver.submit(GenerationRequest((1,), 40))
+    driver.step()
+    older = driver.submit(GenerationRequest((2,), 5, prefix="p"))
+    younger = driver.create("q", tokens(256, 1))
+    driver.run(until=lambda: driver.requests[busy].is_over)
+    assert driver.state(younger) == "building" and driver.info(younger).tokens_built == 0
+    driver.run()
+    admitted = driver.requests[older].admitted
+    assert admitted is not None and admitted.cached_tokens == 128 and builds(driver) == 2
+    assert driver.state(younger) == "ready" and driver.state("uid1") == "evicted"
+
+
+def idle_chain() -> Driver:
+    """A prefix and its child, READY, their active forms dropped under pressure."""
+    driver = Driver(dataclasses.replace(ACTIVE, num_pages=40))
+    driver.create("parent", tokens(64))
+    driver.create("child", tokens(64, 1), parent="parent")
+    driver.run()
+    driver.submit(GenerationRequest(tokens(300, 2), 60))
+    driver.run()
+    assert driver.core.load().pages_active == 0 and driver.core.load().prefixes_ready == 2
+    return driver
+
+
+def test_a_fault_while_an_active_form_is_made_costs_the_pages_and_not_the_name() -> None:
+    driver = idle_chain()
+    order = driver.submit(GenerationRequest((3,), 5, prefix="child"))
+    driver.fault = EngineFault("a fault")
+    driver.step()
+    assert isinstance(driver.requests[order].error, EngineFault)
+    assert driver.state("uid1") == driver.state("uid2") == "evicted"
+    again = driver.submit(GenerationRequest((3,), 5, prefix="child"))
+    driver.run()
+    assert driver.requests[again].reasons[0] is not None and builds(driver) == 4
+
+
+def test_what_hangs_from_a_lost_prefix_is_lost_too() -> None:
+    driver = idle_chain()
+    driver.submit(GenerationRequest((3,), 5, prefix="parent"))
+    driver.fault = EngineFault("a fault")
+    driver.step()
+    assert driver.state("uid2") == "evicted", "the child was not in the plan, its parent was"
+    driver.check()
+
+
+def test_who_leaves_the_queue_as_impossible_holds_up_nobody() -> None:
+    """The refused one protected what the next needs; both are settled by one plan."""
+    driver = Driver(dataclasses.replace(SMALL, num_pages=12, max_rows=2), SchedulerSettings(max_prefixes=2))
+    driver.create("p", tokens(64))
+    driver.create("q", tokens(128, 1))
+    driver.run()
+    impossible = driver.submit(GenerationRequest(tokens(190, 2), 60, prefix="p"))
+    next_one = driver.create("r", tokens(64, 3))
+    driver.core.catalog.update("", "q", UNCHANGED, True, None, driver.now_ns)
+    driver.step()
+    assert isinstance(driver.requests[impossible].error, OutOfMemory)
+    assert driver.info(next_one).tokens_built == 64
+
+
+def test_a_rebuild_that_fails_can_be_tried_again() -> None:
+    """It was READY once, so the name stays good; who waited gets the error."""
+    driver = Driver(settings=SchedulerSettings(max_prefixes=1))
+    for seed, name in enumerate("ab"):
+        driver.create(name, tokens(70, seed))
+        driver.run()
+    order = driver.submit(GenerationRequest((1,), 5, prefix="a"))
+    driver.fault = EngineFault("a fault")
+    driver.step()
+    assert isinstance(driver.requests[order].error, EngineFault) and driver.state("uid1") == "evicted"
+    again = driver.submit(GenerationRequest((1,), 5, prefix="a"))
+    driver.run()
+    assert driver.requests[again].reasons[0] is not None and driver.state("uid1") == "ready"

@@ -260,13 +260,14 @@ async def test_id_stops_cut_and_free_the_row() -> None:
     """The stop is the 5th and 6th token of what the request gives without it."""
     plain = expected_tokens([((1, 2), 0)], 60, Sampling(), 1, WIDE)
     async with running() as scheduler:
-        request = GenerationRequest((1, 2), 60, stops=Stops(token_sequences=(plain[4:6],)))
+        request = GenerationRequest((1, 2), 300, stops=Stops(token_sequences=(plain[4:6],)))
         messages = await collect(scheduler.generate(request))
         assert ids(messages) == plain[:4]
         completed = messages[-1][-1]
         assert isinstance(completed, Completed) and completed.finish_reason is FinishReason.STOP
         assert completed.usage.completion_tokens == 4
         await until(lambda: is_settled(scheduler))
+        assert scheduler.counters.generated < 100, "the row has left"
         with pytest.raises(InvalidArgument, match="stops"):
             scheduler.generate(GenerationRequest((1,), 5, stops=Stops(strings=("x",))))
         assert scheduler.load().requests_waiting == 0

@@ -54,7 +54,7 @@ class Admission:
         self._queue: dict[int, tuple[Request | Prefix, int]] = {}  # by order: who, and since when
         self._next_order = 1
         self.refusal: TinyLoopError | None = None  # what newcomers get while draining and after
-        self.refused: list[tuple[Request | Prefix, TinyLoopError]] = []  # became impossible while they waited
+        self._pinnings_seen = 0
 
     def __len__(self) -> int:
         """How many wait; those that left are forgotten here."""
@@ -94,11 +94,29 @@ class Admission:
             turn = self._advance(order, job, draft, now_ns)
             if turn is Turn.MOVED and not _still_waits(job, order):
                 del self._queue[order]
-            if turn is not Turn.LACKS_ROOM or self._refuse_if_impossible(order, job):
+            if turn is not Turn.LACKS_ROOM:
                 continue
             overtaken += 1
             if now_ns - since_ns >= self._settings.aging_ns or overtaken > self._settings.max_overtaken:
                 return
+
+    def take_impossible(self) -> list[tuple[Request | Prefix, OutOfMemory]]:
+        """Those that can never fit any more, since pins have grown: they must not wait for ever."""
+        if self._pinnings_seen == self._prefixes.num_pinnings:
+            return []
+        self._pinnings_seen = self._prefixes.num_pinnings
+        waiting = [(order, job) for order, (job, _) in self._queue.items() if _still_waits(job, order)]
+        impossible = []
+        for order, job in waiting:
+            try:
+                if isinstance(job, Request):
+                    self.check_request_possible(job)
+                else:
+                    self.check_possible(job.chain(), [], 0)
+            except OutOfMemory as error:
+                impossible.append((job, error))
+                del self._queue[order]
+        return impossible
 
     # ---- one job
 
@@ -154,7 +172,7 @@ class Admission:
         """See that `pages` are free and `slots` more prefixes may be in memory; nothing is dropped if that fails."""
         if pages <= self._pool.free and not slots:
             return True
-        in_memory = [prefix for prefix in self._prefixes if prefix.sequence is not None]
+        in_memory = list(self._prefixes.in_memory.values())
         surplus = len(in_memory) + slots - self._settings.max_prefixes
         ready = [prefix for prefix in in_memory if prefix.state is PrefixState.READY]
         idle = [prefix for prefix in ready if prefix.active and not prefix.users and prefix not in keep]
@@ -236,19 +254,6 @@ class Admission:
         """Pinned prefixes and all that they hang from."""
         found = {member.uid: member for prefix in self._prefixes if prefix.pinned for member in prefix.chain()}
         return list(found.values())
-
-    def _refuse_if_impossible(self, order: int, job: Request | Prefix) -> bool:
-        """Pins may have grown since it came in.  It must not wait for ever, nor hold up the others."""
-        try:
-            if isinstance(job, Request):
-                self.check_request_possible(job)
-            else:
-                self.check_possible(job.chain(), [], 0)
-        except OutOfMemory as error:
-            self.refused.append((job, error))
-            del self._queue[order]
-            return True
-        return False
 
 
 def _still_waits(job: Request | Prefix, order: int) -> bool:

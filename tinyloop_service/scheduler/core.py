@@ -88,10 +88,8 @@ class Core:
             return None
         self._prefixes.expire(now_ns)
         draft = Draft(self._sequences)
+        self._refuse_impossible()  # first: they may hold up others
         self._admission.admit(draft, now_ns)
-        while self._admission.refused:  # who left may have held up others
-            self._settle_refused()
-            self._admission.admit(draft, now_ns)
         compose(draft, self._sequences, self._requests, self.limits, self._settings, bool(len(self._admission)))
         if draft.is_empty and not self._sequences.has_closing:
             return None
@@ -222,13 +220,12 @@ class Core:
             )
         return prefix
 
-    def _settle_refused(self) -> None:
-        for job, error in self._admission.refused:
+    def _refuse_impossible(self) -> None:
+        for job, error in self._admission.take_impossible():
             if isinstance(job, Request):
                 self._requests.fail(job, error)
             else:
                 self._fail_build(job, error)
-        self._admission.refused.clear()
 
     def _fail_build(self, prefix: Prefix, error: TinyLoopError) -> None:
         """All who wait for it get the error: creates, queued requests, and builds below it with theirs."""

@@ -41,6 +41,8 @@ class PrefixStore:
         self._expiries: list[tuple[int, str]] = []
         self._expired: OrderedDict[tuple[str, str], None] = OrderedDict()
         self.building: dict[SequenceId, Prefix] = {}
+        self.in_memory: dict[str, Prefix] = {}  # by uid: those that have pages
+        self.num_pinnings = 0  # how often a pin was set
         self.changed: dict[str, None] = {}  # uids to report, in order
 
     def __iter__(self) -> Iterator[Prefix]:
@@ -97,6 +99,7 @@ class PrefixStore:
 
     def set_lifetime(self, prefix: Prefix, expire_time_ns: int | None, pinned: bool) -> None:
         """A new ttl and pin; the etag changes even when they are the old ones."""
+        self.num_pinnings += pinned and not prefix.pinned
         prefix.expire_time_ns, prefix.pinned = expire_time_ns, pinned
         prefix.revision += 1
         if expire_time_ns is not None:
@@ -164,7 +167,7 @@ class PrefixStore:
         self.hold_active_form(prefix, sequence)
         prefix.sequence, prefix.build_start_ns, prefix.tokens_built = sequence, now_ns, prefix.recipe.extent.start
         prefix.state, prefix.error = PrefixState.BUILDING, None
-        self.building[sequence.id] = prefix
+        self.building[sequence.id] = self.in_memory[prefix.uid] = prefix
         if parent is not None:
             use(parent, +1)
         self.changed[prefix.uid] = None
@@ -202,6 +205,7 @@ class PrefixStore:
         if prefix.state is PrefixState.BUILDING:
             self._leave_build(prefix)
         self._sequences.close(prefix.sequence)
+        del self.in_memory[prefix.uid]
         prefix.sequence, prefix.active, prefix.tokens_built = None, False, 0
 
     def hold_active_form(self, prefix: Prefix, sequence: Sequence) -> bool:
@@ -240,6 +244,7 @@ class PrefixStore:
             if has_pages and prefix.state is PrefixState.READY:
                 held = self._sequences.pool.stored(prefix.sequence.id) if prefix.sequence is not None else 0
                 assert held == prefix.recipe.extent.final_pages(self._limits), f"{prefix.uid}: {held} pages held"
+        assert self.in_memory == {p.uid: p for p in self if p.sequence is not None}
         building = {p.uid for p in self if p.state is PrefixState.BUILDING and p.sequence is not None}
         assert building == {p.uid for p in self.building.values()}
 
