@@ -29,7 +29,7 @@ class Recipe:
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """One record.  Mutable, and only this module and the core's passes over it write to it."""
+    """One record.  Its state is `prefixes`' to change; the counts of holders are changed by those who hold it."""
 
     uid: str
     tenant: str

@@ -234,7 +234,7 @@ class PrefixStore:
         for prefix in self:
             assert prefix.is_held, f"prefix {prefix.uid} is held by nobody"
             has_pages = prefix.sequence is not None
-            assert has_pages == (prefix.state is PrefixState.READY or prefix.sequence is not None)
+            assert has_pages or prefix.state is not PrefixState.READY, f"{prefix.uid}: READY without pages"
             assert not has_pages or prefix.state in (PrefixState.READY, PrefixState.BUILDING)
             assert prefix.state is not PrefixState.BUILDING or prefix.is_wanted(), f"{prefix.uid}: an unwanted build"
             assert len(prefix.queued) <= prefix.requests
