@@ -273,6 +273,15 @@ async def test_id_stops_cut_and_free_the_row() -> None:
         assert scheduler.load().requests_waiting == 0
 
 
+async def test_an_engine_that_fails_every_plan_is_lost_and_does_not_keep_close_waiting() -> None:
+    async with running(fault=lambda plan: EngineFault("always")) as scheduler:
+        with pytest.raises(EngineFault, match="always"):
+            await collect(scheduler.generate(GenerationRequest(tokens(5))))
+        await asyncio.wait_for(scheduler.wait_fault(), 10)  # the plan that only closes failed too
+        assert isinstance(scheduler.fault, DeviceLost)
+    # leaving closed the scheduler: it returned
+
+
 async def test_a_fault_ends_its_requests_and_no_others() -> None:
     faults = 0
 

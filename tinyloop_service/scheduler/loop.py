@@ -71,6 +71,8 @@ class Scheduler:
         """Refuse what is new; return when all that was taken has ended, or after `grace_s`."""
         self._core.refuse(Draining("the server is draining; try another replica"))
         self._is_draining = True
+        if self._core.is_idle and not self._in_flight:
+            self._drained.set()
         self._wake.set()
         try:
             await asyncio.wait_for(self._drained.wait(), grace_s)
@@ -269,6 +271,10 @@ class Scheduler:
         if not isinstance(error, EngineFault):
             _log.error("unexpected error in an engine step", plan=plan.number, exc_info=error)
             error = EngineFault("the engine failed in a step; the request may be tried again")
+        if not plan.sequences():  # an engine that cannot even forget would be asked the same for ever
+            _log.error("the engine fails without work", plan=plan.number)
+            self._lose(DeviceLost("the engine cannot run any more; the process must be started again"))
+            return
         self._core.fail(plan, error)
 
     def _lose(self, error: DeviceLost) -> None:
