@@ -71,8 +71,6 @@ class Scheduler:
         """Refuse what is new; return when all that was taken has ended, or after `grace_s`."""
         self._core.refuse(Draining("the server is draining; try another replica"))
         self._is_draining = True
-        if self._core.is_idle and not self._in_flight:
-            self._drained.set()
         self._wake.set()
         try:
             await asyncio.wait_for(self._drained.wait(), grace_s)
