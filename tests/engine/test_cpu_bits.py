@@ -30,7 +30,7 @@ EVERYTHING = replace(
     loop_blocks=2,
     post_blocks=1,
 )
-SPECS = {"small": SMALL, "everything": EVERYTHING, "fp16 weights": replace(SMALL, quant=None, d_ff=100)}
+SPECS = {"everything": EVERYTHING, "fp16 weights": replace(SMALL, quant=None, d_ff=100)}
 TOKENS = tuple(np.random.default_rng(11).integers(0, SMALL.vocab_size, 512).tolist())
 LONGEST = SMALL.max_seq_len - PAGE - 4  # with the longest suffix and the tokens drawn
 

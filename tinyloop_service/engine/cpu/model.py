@@ -23,6 +23,8 @@ from tinyloop_service.engine.cpu.selfcheck import Linear, check_attention, row_m
 from tinyloop_service.engine.spec import BlockKind
 from tinyloop_service.engine.tensors import BlockWeights, ModelWeights
 
+_TILE_ROWS = 64  # of one call of a linear: what lies between its products stays in the cache
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -181,11 +183,14 @@ class _PassWriter:
     def _block(self, kind: BlockKind, index: int, runs: list[tuple[Placed, int]]) -> None:
         """One block over the runs' rows; each run with the cache layer it is at."""
         model, rows = self._model, self._model.padded(runs[-1][0].end)
-        arrays = model._rows.rows(0, rows)
-        kernels, x, y = model._blocks[kind, index], self._x[:rows], self._y[:rows]
-        outputs = {"q": arrays.q, "kv16": arrays.kv16, "kv32": arrays.kv32}
-        self._steps.append(kernels.attend_in.bind({"x": x, "positions": model._positions[:, :rows]}, outputs))
+        arrays, kernels = model._rows.rows(0, rows), model._blocks[kind, index]
+        tiles = [slice(start, min(start + _TILE_ROWS, rows)) for start in range(0, rows, _TILE_ROWS)]
+        for at in tiles:
+            inputs = {"x": self._x[at], "positions": model._positions[:, at]}
+            outputs = {"q": arrays.q[at], "kv16": arrays.kv16[at], "kv32": arrays.kv32[at]}
+            self._steps.append(kernels.attend_in.bind(inputs, outputs))
         for placed, layer in runs:
             self._steps.extend(placed.run.attend(layer, arrays.rows(placed.start, placed.end)))
-        self._steps.append(kernels.attend_out.bind({"x": x, "a": arrays.a}, {"y": y}))
+        for at in tiles:
+            self._steps.append(kernels.attend_out.bind({"x": self._x[at], "a": arrays.a[at]}, {"y": self._y[at]}))
         self._x, self._y = self._y, self._x
