@@ -224,7 +224,7 @@ def jargon_documents(text: str) -> Iterator[Document]:
         elif entry is not None and (clean := _jargon_paragraph(paragraph)):
             entry.append(clean)
     for part in (text[text.index("Chapter 1. Hacker Slang and") : lexicon], text[appendices:]):
-        for essay in re.split(r"\n(?=(?:Chapter|Appendix) \w+\. )", part)[0:]:
+        for essay in re.split(r"\n(?=(?:Chapter|Appendix) \w+\. )", part):
             clean = "\n".join(filter(None, map(_jargon_paragraph, essay.split("\n\n"))))
             yield Document("jargon", clean.split("\n")[0], re.sub(r"^(Chapter|Appendix) \w+\. ", "", clean))
 

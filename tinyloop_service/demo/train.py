@@ -235,7 +235,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "name": "TinyLoop demo",
         "licence": "Apache-2.0; trained on public-domain text",
         "data": [f"Debian package {name}" for name in PACKAGES],
-        "command": "python -m tinyloop_service.demo.train",
+        "command": "python -m tinyloop_service.demo.train --out DIR",
         "train_config": asdict(trainer.config),
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
         "driver": _driver() if cuda else None,
