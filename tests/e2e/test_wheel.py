@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_holds_what_a_user_needs(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         sizes = {info.filename: info.file_size for info in archive.infolist()}
-    for name in ("demo/demo.tinyloop", "demo/MODEL_CARD.md", "demo/prefix.txt", "demo/suffixes.txt"):
+    for name in ("demo/demo.tinyloop", "demo/MODEL_CARD.md", "demo/prefix.txt"):
         assert sizes[f"tinyloop_service/{name}"] > 0
     assert sizes["tinyloop_service/demo/demo.tinyloop"] <= MAX_MODEL_BYTES
     for proto in (ROOT / "protos/tinyloop/v1").glob("*.proto"):
