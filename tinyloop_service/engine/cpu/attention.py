@@ -110,6 +110,7 @@ class _AttentionGraph:
         return self.g.constant(np.full((1, MOST_SPLITS + 1), 0.5, np.float32))
 
     def shared(self, *, finish: bool) -> Kernel:
+        """`fold`, and with `finish` the kernel of that name."""
         spec, g = self.spec, self.g
         heads, groups, dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
         q = g.input("q", F32, ["n", heads, dim])
@@ -135,7 +136,10 @@ class _AttentionGraph:
         rows_first = [
             g.transpose(g.reshape(x, heads, -1, width), 1, 0, 2) for x, width in ((acc, dim), (den, 1), (top, 1))
         ]
-        self._finish(*rows_first) if finish else self._state_out(*rows_first)
+        if finish:
+            self._finish(rows_first[0], rows_first[1])
+        else:
+            self._state_out(rows_first)
         return g.build()
 
     def tail(self) -> Kernel:
@@ -153,7 +157,7 @@ class _AttentionGraph:
             faded = self._power(g.op("Sub", top, state[2]))
             acc = g.op("Add", g.op("Mul", state[0], faded), acc)
             den = g.op("Add", g.op("Mul", state[1], faded), den)
-        self._finish(g.reshape(acc, -1, heads, dim), g.reshape(den, -1, heads, 1), top)
+        self._finish(g.reshape(acc, -1, heads, dim), g.reshape(den, -1, heads, 1))
         return g.build()
 
     def _scores(self, q: str, k: str) -> str:
@@ -195,11 +199,11 @@ class _AttentionGraph:
         widths = {"acc": spec.head_dim, "den": 1, "top": 1}
         return [arrange(g.input(f"{name}_in", F32, ["n", spec.n_heads, w]), w) for name, w in widths.items()]
 
-    def _state_out(self, *state: str) -> None:
+    def _state_out(self, state: list[str]) -> None:
         for name, x, width in zip(("acc", "den", "top"), state, (self.spec.head_dim, 1, 1), strict=True):
             self.g.output(name, x, F32, ["n", self.spec.n_heads, width])
 
-    def _finish(self, acc: str, den: str, _top: str) -> None:
+    def _finish(self, acc: str, den: str) -> None:
         """acc holds twice its value; so does the divisor."""
         g = self.g
         result = g.op("Div", acc, g.op("Mul", den, g.constant(2.0)))

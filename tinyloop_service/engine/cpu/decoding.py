@@ -74,9 +74,6 @@ class DecodeGroup:
     def rows(self) -> list[Sequence]:
         return [self._sequences[seq] for arena in self._arenas for seq in arena.rows]
 
-    def holds(self, seq: SequenceId) -> bool:
-        return seq in self._sequences
-
     def expect(self, sequences: Iterable[Sequence]) -> None:
         """Make room for rows that are about to join."""
         for arena, count in Counter(self._arena_at(s.length % PAGE_TOKENS) for s in sequences).items():
@@ -105,7 +102,7 @@ class DecodeGroup:
         arena = next(arena for arena in self._arenas if seq in arena.rows)
         slot, sequence = arena.rows.index(seq), self._sequences[seq]
         if keep:
-            self._put_away(arena, slot, sequence, sequence.length)
+            self._put_away(arena, slot, sequence)
         arena.remove(slot)
         self._layout = None
         del self._sequences[seq]
@@ -113,12 +110,12 @@ class DecodeGroup:
     def _arena_at(self, offset: int) -> TailArena:
         return next(arena for arena in self._arenas if offset < arena.size)
 
-    def _put_away(self, arena: TailArena, slot: int, sequence: Sequence, end: int) -> None:
-        """Copy a row's tail, which ends at position `end`, into its track."""
-        split, offset = (end - 1) // PAGE_TOKENS, (end - 1) % PAGE_TOKENS + 1
-        if not end % PAGE_TOKENS and sequence.length == end and arena is self._arenas[0]:
-            return  # its split is full and was put away already
-        track = self._table.grow_track(sequence, end)
+    def _put_away(self, arena: TailArena, slot: int, sequence: Sequence) -> None:
+        """Copy a row's tail into its track."""
+        if sequence.length % PAGE_TOKENS == 0 and arena is self._arenas[0]:
+            return  # an empty tail: the full split before it was put away already
+        split, last_slot = divmod(sequence.length - 1, PAGE_TOKENS)
+        offset, track = last_slot + 1, self._table.grow_track(sequence, sequence.length)
         for layer in range(len(arena.keys)):
             keys, values = track.split(layer, split)
             keys[:, :offset] = arena.keys[layer][slot, :, :offset]
@@ -153,7 +150,7 @@ class DecodeGroup:
         small, large = self._arenas
         for seq in [s for s in large.rows if self._sequences[s].length % PAGE_TOKENS == 0]:
             slot, sequence = large.rows.index(seq), self._sequences[seq]
-            self._put_away(large, slot, sequence, sequence.length)
+            self._put_away(large, slot, sequence)
             large.remove(slot)
             small.append(seq)
 

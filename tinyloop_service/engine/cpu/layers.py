@@ -22,7 +22,7 @@ from tinyloop_service.engine.cpu.runtime import F16, F32, I64, Array, GraphBuild
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import BlockWeights, Int4Linear, Linear, ModelWeights
 
-_FLOAT_BATCH = 16  # pieces of a float32 product; more than any pool this is worth running on has threads… see `threads`
+_FLOAT_BATCH = 16  # pieces of a float32 product; as many as threads if those are more
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,9 +186,9 @@ class _PassWriter:
         arrays, kernels = model._rows.rows(0, rows), model._blocks[kind, index]
         tiles = [slice(start, min(start + _TILE_ROWS, rows)) for start in range(0, rows, _TILE_ROWS)]
         for at in tiles:
-            inputs = {"x": self._x[at], "positions": model._positions[:, at]}
             outputs = {"q": arrays.q[at], "kv16": arrays.kv16[at], "kv32": arrays.kv32[at]}
-            self._steps.append(kernels.attend_in.bind(inputs, outputs))
+            positions = model._positions[:, at]
+            self._steps.append(kernels.attend_in.bind({"x": self._x[at], "positions": positions}, outputs))
         for placed, layer in runs:
             self._steps.extend(placed.run.attend(layer, arrays.rows(placed.start, placed.end)))
         for at in tiles:

@@ -136,7 +136,7 @@ class SequenceTable:
         """The sequence's track with room for positions up to `end`, inherited tokens of its first split copied."""
         if sequence.track is None:
             sequence.track = Track(self._spec, self._spec.cache_layers(sequence.loops), sequence.first_split)
-            sequence.track.grow(self._allotted(sequence, end))
+            sequence.track.grow(_allotted_splits(sequence, end))
             if inherited := sequence.start % PAGE_TOKENS:
                 for layer in range(self._spec.cache_layers(sequence.loops)):
                     mine, source = sequence.track.split(layer, sequence.first_split), inherited_split(sequence, layer)
@@ -145,10 +145,11 @@ class SequenceTable:
         sequence.track.grow(-(-end // PAGE_TOKENS))
         return sequence.track
 
-    def _allotted(self, sequence: Sequence, end: int) -> int:
-        return max(
-            -(-end // PAGE_TOKENS), sequence.first_block + len(sequence.blocks) if sequence.sampler is None else 0
-        )
+
+def _allotted_splits(sequence: Sequence, end: int) -> int:
+    """Where a new track ends: a prefix's with the pages that it was given, for it will be filled up to there."""
+    given = sequence.first_block + len(sequence.blocks) if sequence.sampler is None else 0
+    return max(-(-end // PAGE_TOKENS), given)
 
 
 def inherited_split(sequence: Sequence, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
