@@ -1,9 +1,9 @@
 """TinyLoop: build a prefix of a looped language model once, decode many requests from it at once.
 
-    Model                     in this process            Client, AsyncClient    a server, over gRPC
-    PrefixCache               a prefix held by a handle  Prefix                 a named prefix of a server
-    Completion, Choice,       what generation returns    the errors             every one is a TinyLoopError and
-    Delta                                                                       the built-in a caller would catch
+Model                     in this process            Client, AsyncClient    a server, over gRPC
+PrefixCache               a prefix held by a handle  Prefix                 a named prefix of a server
+Completion, Choice,       what generation returns    the errors             every one is a TinyLoopError and
+Delta                                                                       the built-in a caller would catch
 """
 
 from tinyloop_service.client import AsyncClient, Client, Prefix

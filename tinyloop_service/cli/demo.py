@@ -18,7 +18,7 @@ from tinyloop_service.demo import MODEL_PATH, PREFIX_TEXT, SUFFIXES
 
 @click.command()
 @click.option("--requests", type=click.IntRange(1, 50), default=10, show_default=True, help="How many at once.")
-@click.option("--max-tokens", type=click.IntRange(2, 256), default=48, show_default=True, help="New tokens of each.")
+@click.option("--max-tokens", type=click.IntRange(2, 256), default=32, show_default=True, help="New tokens of each.")
 @json_option
 def demo(requests: int, max_tokens: int, as_json: bool) -> None:
     """Show it: a server, a prefix of over 800 tokens, ten requests at once, and what sharing saved on this machine.
@@ -28,7 +28,7 @@ def demo(requests: int, max_tokens: int, as_json: bool) -> None:
     \b
     Examples:
       tinyloop demo
-      tinyloop demo --requests 30 --max-tokens 32
+      tinyloop demo --requests 30 --max-tokens 64
     """
     suffixes = tuple(SUFFIXES[index % len(SUFFIXES)] for index in range(requests))
     outcome = asyncio.run(_run(suffixes, max_tokens, quiet=as_json))
