@@ -46,9 +46,12 @@ class InvalidArgument(TinyLoopError, ValueError):
     reason = "INVALID_ARGUMENT"
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+        super().__init__(field, message)  # both, so that it can be copied and pickled
         self.field = field
         self.description = message
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.description}"
 
 
 class SequenceTooLong(TinyLoopError, RuntimeError):

@@ -267,6 +267,16 @@ async def test_a_ttl_ends_the_name(served: Served) -> None:
         assert await client.list_prefixes() == []
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+async def test_a_ttl_runs_by_one_clock_even_if_the_walls_is_set_anew(served: Served, hours: int) -> None:
+    served.scheduler._epoch_ns += hours * 3600 * 10**9  # as if the wall clock had been set by that since the start
+    async with served.client() as client:
+        await client.create_prefix("p", PROMPT, ttl=60.0)
+        await client.update_prefix("p", ttl=60.0)
+        expires = served.scheduler.get_prefix("p").expire_time_ns
+        assert expires is not None and 0 < expires - served.scheduler.now_ns() <= 60 * 10**9
+
+
 async def test_pins_have_a_budget() -> None:
     async with serving(scheduler=SchedulerSettings(pin_fraction=0.0)) as served, served.client() as client:
         with pytest.raises(PinBudgetExceeded):

@@ -183,7 +183,7 @@ def test_expirations_out_of_bounds(expiration: dict[str, object], field: str) ->
 def test_expirations() -> None:
     def expires(**expiration: object) -> int | None:
         request = p.CreatePrefixRequest(input=ids(1), **expiration)
-        return convert_prefix.read_creation(request, FAKE_LIMITS, NOW).expire_time_ns
+        return convert_prefix.read_creation(request, FAKE_LIMITS, NOW).expiration.at(NOW)
 
     assert expires() is None
     assert expires(ttl=Duration(seconds=1, nanos=5)) == NOW + 10**9 + 5

@@ -371,6 +371,33 @@ def test_a_pin_that_makes_a_waiting_request_impossible_ends_its_wait() -> None:
     assert isinstance(driver.requests[order].error, OutOfMemory)
 
 
+def test_an_evicted_prefix_is_not_waited_for_when_pins_leave_it_no_room() -> None:
+    driver = Driver(dataclasses.replace(SMALL, num_pages=20))
+    driver.create("large", tokens(390))  # 14 pages
+    driver.run()
+    driver.create("pinned", tokens(200, 1), pinned=True)  # 8 pages
+    driver.run()
+    with pytest.raises(OutOfMemory, match="8 pinned"):
+        driver.create("large", tokens(390))
+    with pytest.raises(OutOfMemory, match="8 pinned"):
+        driver.core.catalog.preview(PrefixDefinition(tokens(390)), "", "large", None, False, driver.now_ns)
+    driver.core.catalog.update("", "pinned", UNCHANGED, False, None, driver.now_ns)
+    uid = driver.create("large", tokens(390))
+    driver.run()
+    assert driver.state(uid) == "ready"
+
+
+def test_lifetimes_that_were_renewed_are_forgotten() -> None:
+    driver = Driver()
+    for i in range(1000):
+        driver.create("p", tokens(10), expire_time_ns=driver.now_ns + SECOND + i)
+    assert len(driver.core._prefixes._expiries) < 100
+    driver.now_ns += SECOND + 998
+    assert names(driver) == ["p"]
+    driver.now_ns += 1
+    assert names(driver) == []
+
+
 def test_a_handle_holds_a_nameless_prefix() -> None:
     driver = Driver()
     uid = driver.create(None, tokens(100))

@@ -35,6 +35,7 @@ from tinyloop_service.types import (
     GenerationRequest,
     Output,
     PrefixDefinition,
+    PrefixInfo,
     PrefixState,
     Sampling,
     Started,
@@ -70,6 +71,10 @@ async def collect(stream: Stream) -> list[tuple[Output, ...]]:
 def ids(messages: list[tuple[Output, ...]], choice: int = 0) -> tuple[int, ...]:
     deltas = [o for outputs in messages for o in outputs if isinstance(o, Delta) and o.choice == choice]
     return tuple(token for delta in deltas for token in delta.token_ids)
+
+
+async def last(infos: AsyncIterator[PrefixInfo]) -> PrefixInfo:
+    return [info async for info in infos][-1]
 
 
 async def until(condition: Callable[[], bool], pause_s: float = 0.0) -> None:
@@ -170,6 +175,35 @@ async def test_watching_a_name_that_ends_raises() -> None:
             await anext(states)
         with pytest.raises(PrefixNotFound, match="while it was built"):
             await waiting
+
+
+async def test_who_watched_a_deleted_name_does_not_take_the_watchers_of_its_successor_along() -> None:
+    gate = threading.Event()
+    async with running(gate=gate) as scheduler:
+        await scheduler.create_prefix(PrefixDefinition(tokens(300)), name="p", wait=False)
+        old = asyncio.create_task(last(scheduler.watch_prefix("p")))
+        await until(lambda: scheduler.get_prefix("p").uid in scheduler._delivery._watchers)
+        scheduler.delete_prefix("p")
+        await scheduler.create_prefix(PrefixDefinition(tokens(300)), name="p", wait=False)
+        new = asyncio.create_task(last(scheduler.watch_prefix("p")))
+        with pytest.raises(PrefixNotFound, match="made again since"):
+            await old
+        gate.set()
+        assert (await new).state is PrefixState.READY
+        assert not scheduler._delivery._watchers
+
+
+async def test_two_readers_of_one_stream_both_end() -> None:
+    gate = threading.Event()
+    async with running(gate=gate) as scheduler:
+        stream = scheduler.generate(GenerationRequest((1, 2), 20))
+        readers = [asyncio.create_task(collect(stream)) for _ in range(2)]
+        await asyncio.sleep(0)
+        gate.set()
+        async with asyncio.timeout(20):
+            first, second = await asyncio.gather(*readers)
+        tokens_read = [o.token_ids for outputs in (*first, *second) for o in outputs if isinstance(o, Delta)]
+        assert sum(map(len, tokens_read)) == 20
 
 
 async def test_an_idle_scheduler_lets_prefixes_expire() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 
 import grpc
 import pytest
@@ -41,6 +43,13 @@ def test_reasons_tell_the_classes_apart() -> None:
     abstract = {TinyLoopError, errors.BudgetExceeded, errors.EngineFault, errors.DeviceLost}
     reasons = [cls.reason for cls in CLASSES if cls not in abstract]
     assert len(reasons) == len(set(reasons))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_exception_survives_copying_and_another_process(cls: type[TinyLoopError]) -> None:
+    error = example(cls)
+    for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert type(other) is cls and str(other) == str(error) and vars(other) == vars(error)
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -1,6 +1,7 @@
 """Prefixes: protobuf to our types and back, with every check that needs no state.
 
-What a create asks is read into `Creation`, what an update changes into `Change`; `now_ns` turns a ttl into a time.
+What a create asks is read into `Creation`, what an update changes into `Change`.  A ttl stays one until the scheduler is
+called: it runs from then, by the scheduler's clock.
 Page tokens are opaque to callers: the name after which the next page begins.
 """
 
@@ -42,6 +43,18 @@ CACHE_MODES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Expiration:
+    """When a prefix ends; with neither, never."""
+
+    ttl_ns: int | None = None
+    time_ns: int | None = None
+
+    def at(self, now_ns: int) -> int | None:
+        """Nanoseconds since the epoch for what is created or updated now."""
+        return self.time_ns if self.ttl_ns is None else now_ns + self.ttl_ns
+
+
+@dataclass(frozen=True, slots=True)
 class Creation:
     """A CreatePrefixRequest, checked; its content may still be text."""
 
@@ -50,7 +63,7 @@ class Creation:
     loops: int | None
     cache_window: int | None
     parent: str | None
-    expire_time_ns: int | None
+    expiration: Expiration
     pinned: bool
     build_async: bool
     request_id: str  # empty: none
@@ -63,10 +76,8 @@ class Change:
 
     name: str
     etag: str | None
-    changes_expiration: bool
-    expire_time_ns: int | None
-    changes_pin: bool
-    pinned: bool
+    expiration: Expiration | None  # None: as it is
+    pinned: bool | None  # None: as it is
 
 
 def read_creation(message: prefix_pb2.CreatePrefixRequest, limits: Limits, now_ns: int) -> Creation:
@@ -78,7 +89,7 @@ def read_creation(message: prefix_pb2.CreatePrefixRequest, limits: Limits, now_n
         loops=arguments.loops(message.loops if message.HasField("loops") else None, max_loops=limits.max_loops),
         cache_window=arguments.cache_window(message.cache_window if message.HasField("cache_window") else None),
         parent=read_name(message.parent, "parent") if message.parent else None,
-        expire_time_ns=_read_expiration(message, now_ns),
+        expiration=_read_expiration(message, now_ns),
         pinned=message.pinned,
         build_async=message.build_async,
         request_id=message.request_id.lower(),
@@ -104,10 +115,8 @@ def read_change(message: prefix_pb2.UpdatePrefixRequest, now_ns: int) -> Change:
     return Change(
         name=name,
         etag=prefix.etag or None,
-        changes_expiration=bool(paths & {"expire_time", "ttl"}),
-        expire_time_ns=_read_expiration(prefix, now_ns) if paths & {"expire_time", "ttl"} else None,
-        changes_pin="pinned" in paths,
-        pinned=prefix.pinned,
+        expiration=_read_expiration(prefix, now_ns) if paths & {"expire_time", "ttl"} else None,
+        pinned=prefix.pinned if "pinned" in paths else None,
     )
 
 
@@ -178,19 +187,18 @@ def _populated(prefix: prefix_pb2.Prefix) -> set[str]:
     return {path for path in (expiration, "pinned" if prefix.pinned else None) if path}
 
 
-def _read_expiration(message: Any, now_ns: int) -> int | None:
-    """Nanoseconds since the epoch at which it ends; None: never."""
+def _read_expiration(message: Any, now_ns: int) -> Expiration:
     match message.WhichOneof("expiration"):
         case "ttl":
             nanoseconds = message.ttl.seconds * 10**9 + message.ttl.nanos
             if not 0 < nanoseconds <= arguments.MAX_TTL_NS:
                 limit = arguments.MAX_TTL_NS // 10**9
                 raise InvalidArgument("ttl", f"is {nanoseconds / 1e9} s, expected above 0 and up to {limit} s")
-            return now_ns + int(nanoseconds)
+            return Expiration(ttl_ns=int(nanoseconds))
         case "expire_time":
             moment = message.expire_time.seconds * 10**9 + message.expire_time.nanos
             if not now_ns < moment <= now_ns + arguments.MAX_TTL_NS:
                 raise InvalidArgument("expire_time", "is not in the future, or more than ten years away")
-            return int(moment)
+            return Expiration(time_ns=int(moment))
         case _:
-            return None
+            return Expiration()

@@ -8,7 +8,6 @@ the first one made or is still making; the scheduler does no work twice for one 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -39,7 +38,7 @@ class PrefixCreator:
 
     async def read(self, message: prefix_pb2.CreatePrefixRequest) -> Order:
         """Check and tokenise; no work is done yet."""
-        creation = read_creation(message, self._backend.limits, time.time_ns())
+        creation = read_creation(message, self._backend.limits, self._backend.scheduler.now_ns())
         name = self._name(creation, message)
         tokens = await self._backend.encode(creation.content, "input.text", bos=creation.parent is None)
         if not tokens:
@@ -49,23 +48,23 @@ class PrefixCreator:
 
     def check(self, order: Order) -> PrefixInfo:
         """What the prefix would be; raises what a create would raise."""
-        creation = order.creation
-        return self._backend.scheduler.validate_prefix(
+        creation, scheduler = order.creation, self._backend.scheduler
+        return scheduler.validate_prefix(
             order.definition,
             tenant=TENANT,
             name=order.name,
-            expire_time_ns=creation.expire_time_ns,
+            expire_time_ns=creation.expiration.at(scheduler.now_ns()),
             pinned=creation.pinned,
         )
 
     async def create(self, order: Order) -> PrefixInfo:
         """Build it, or join who builds it; with build_async, only see to it that it is built."""
-        creation = order.creation
-        return await self._backend.scheduler.create_prefix(
+        creation, scheduler = order.creation, self._backend.scheduler
+        return await scheduler.create_prefix(
             order.definition,
             tenant=TENANT,
             name=order.name,
-            expire_time_ns=creation.expire_time_ns,
+            expire_time_ns=creation.expiration.at(scheduler.now_ns()),
             pinned=creation.pinned,
             wait=not creation.build_async,
             detached=creation.build_async,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from google.protobuf.empty_pb2 import Empty
 
 from tinyloop_service.pb import prefix_pb2, prefix_pb2_grpc
@@ -56,12 +54,14 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
 
     async def UpdatePrefix(self, request: prefix_pb2.UpdatePrefixRequest, context: Context) -> prefix_pb2.Prefix:
         async with answering(context, "UpdatePrefix"):
-            change = read_change(request, time.time_ns())
-            info = self._backend.scheduler.update_prefix(
+            scheduler = self._backend.scheduler
+            now_ns = scheduler.now_ns()
+            change = read_change(request, now_ns)
+            info = scheduler.update_prefix(
                 change.name,
                 tenant=TENANT,
-                expire_time_ns=change.expire_time_ns if change.changes_expiration else UNCHANGED,
-                pinned=change.pinned if change.changes_pin else UNCHANGED,
+                expire_time_ns=UNCHANGED if change.expiration is None else change.expiration.at(now_ns),
+                pinned=UNCHANGED if change.pinned is None else change.pinned,
                 etag=change.etag,
             )
             return write_prefix(info)

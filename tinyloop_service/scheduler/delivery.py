@@ -69,23 +69,22 @@ class Delivery:
     async def watch(self, name: str, look_up: Callable[[], PrefixInfo]) -> AsyncIterator[PrefixInfo]:
         """The prefix now and after every change, several at a time as one, up to READY or FAILED."""
         info = look_up()
-        changed = asyncio.Event()
-        watchers = self._watchers.setdefault(info.uid, set())
-        watchers.add(changed)
+        uid, changed = info.uid, asyncio.Event()
+        self._watchers.setdefault(uid, set()).add(changed)
         try:
             yield info
             while info.state not in (PrefixState.READY, PrefixState.FAILED):
                 await changed.wait()
                 changed.clear()
                 before, info = info, look_up()
-                if info.uid != before.uid:
+                if info.uid != uid:
                     raise PrefixNotFound(f"prefix {name!r} was deleted, and made again since")
                 if info != before:
                     yield info
         finally:
-            watchers.discard(changed)
-            if not watchers:
-                self._watchers.pop(info.uid, None)
+            self._watchers[uid].discard(changed)
+            if not self._watchers[uid]:
+                del self._watchers[uid]
 
     def _tell_stream(self, stream: Stream, event: Admitted | Sampled | Failed) -> None:
         if isinstance(event, Sampled):

@@ -99,6 +99,10 @@ class Scheduler:
         """Return when the device is lost."""
         await self._faulted.wait()
 
+    def now_ns(self) -> int:
+        """The one clock by which prefixes expire: it started with the wall clock and never jumps."""
+        return self._epoch_ns + time.monotonic_ns()
+
     # ---- prefixes
 
     async def create_prefix(
@@ -125,7 +129,7 @@ class Scheduler:
             pinned=pinned,
             wait=wait,
             detached=detached,
-            now_ns=self._now_ns(),
+            now_ns=self.now_ns(),
         )
         self._changed()
         info = self._peek(uid)
@@ -148,14 +152,14 @@ class Scheduler:
         pinned: bool = False,
     ) -> PrefixInfo:
         """What `create_prefix` would refuse, or what it would make (with an empty uid), without work."""
-        return self._catalog.preview(definition, tenant, name, expire_time_ns, pinned, self._now_ns())
+        return self._catalog.preview(definition, tenant, name, expire_time_ns, pinned, self.now_ns())
 
     def get_prefix(self, name: str, *, tenant: str = "") -> PrefixInfo:
-        return self._catalog.get(tenant, name, self._now_ns())
+        return self._catalog.get(tenant, name, self.now_ns())
 
     def list_prefixes(self, *, tenant: str = "") -> list[PrefixInfo]:
         """All named ones, by name."""
-        return self._catalog.named(tenant, self._now_ns())
+        return self._catalog.named(tenant, self.now_ns())
 
     def update_prefix(
         self,
@@ -166,13 +170,13 @@ class Scheduler:
         pinned: bool | Unchanged = UNCHANGED,
         etag: str | None = None,
     ) -> PrefixInfo:
-        info = self._catalog.update(tenant, name, expire_time_ns, pinned, etag, self._now_ns())
+        info = self._catalog.update(tenant, name, expire_time_ns, pinned, etag, self.now_ns())
         self._changed()
         return info
 
     def delete_prefix(self, name: str, *, tenant: str = "", etag: str | None = None) -> None:
         """The name ends at once; what runs on it finishes."""
-        self._catalog.delete(tenant, name, etag, self._now_ns())
+        self._catalog.delete(tenant, name, etag, self.now_ns())
         self._changed()
 
     def release_prefix(self, uid: str) -> None:
@@ -189,7 +193,7 @@ class Scheduler:
 
     def generate(self, request: GenerationRequest) -> Stream:
         """Queue it; refusals are raised here, before any work."""
-        now_ns = self._now_ns()
+        now_ns = self.now_ns()
         stream = Stream(request, now_ns, self, self.tokenizer)
         stream.request = self._core.submit(request, now_ns)
         self._delivery.add(stream)
@@ -228,7 +232,7 @@ class Scheduler:
 
     def _submit_plans(self) -> None:
         while not self._step_failed and len(self._in_flight) < self._settings.plans_in_flight:
-            plan = self._core.plan(self._now_ns())
+            plan = self._core.plan(self.now_ns())
             self._delivery.deliver()
             if plan is None:
                 return
@@ -257,7 +261,7 @@ class Scheduler:
         except Exception as error:
             self._fail(plan, error)
         else:
-            self._core.commit(plan, result, self._now_ns())
+            self._core.commit(plan, result, self.now_ns())
         self._delivery.deliver()
 
     def _fail(self, plan: Plan, error: Exception) -> None:
@@ -295,7 +299,7 @@ class Scheduler:
         expiry_ns = self._core.next_expiry_ns
         timer = None
         if expiry_ns is not None:
-            delay_s = max(0.0, (expiry_ns - self._now_ns()) / 1e9)
+            delay_s = max(0.0, (expiry_ns - self.now_ns()) / 1e9)
             timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
         try:
             await self._wake.wait()
@@ -318,6 +322,3 @@ class Scheduler:
         if self._is_closed:
             raise ModelClosed
         return self._core.catalog
-
-    def _now_ns(self) -> int:
-        return self._epoch_ns + time.monotonic_ns()

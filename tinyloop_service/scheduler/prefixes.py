@@ -104,6 +104,9 @@ class PrefixStore:
         prefix.revision += 1
         if expire_time_ns is not None:
             heapq.heappush(self._expiries, (expire_time_ns, prefix.uid))
+            if len(self._expiries) > 2 * len(self._by_uid) + 64:  # most are of lifetimes that were renewed
+                self._expiries = [(p.expire_time_ns, p.uid) for p in self if p.expire_time_ns is not None]
+                heapq.heapify(self._expiries)
         self.changed[prefix.uid] = None
 
     @staticmethod

@@ -93,7 +93,7 @@ class Stream:
         self._error: TinyLoopError | None = None
         self._pending = False
         self._is_left = False
-        self._reader: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
 
     @property
     def is_over(self) -> bool:
@@ -126,7 +126,7 @@ class Stream:
 
     def deliver_error(self, error: TinyLoopError) -> None:
         self._error = error
-        self._wake_reader()
+        self._news.set()
 
     # ---- the reader's side
 
@@ -139,8 +139,8 @@ class Stream:
                 raise self._error
             if self.is_over:
                 raise StopAsyncIteration
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+            self._news.clear()
+            await self._news.wait()
         return self._take()
 
     async def __aenter__(self) -> Self:
@@ -156,7 +156,7 @@ class Stream:
         if not self.is_over:
             self._is_left = True
             self._scheduler.cancel(self.request)
-            self._wake_reader()
+            self._news.set()
 
     # ---- helpers
 
@@ -184,9 +184,4 @@ class Stream:
     def _wake(self) -> None:
         """Something is pending."""
         self._pending = True
-        self._wake_reader()
-
-    def _wake_reader(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-        self._reader = None
+        self._news.set()
