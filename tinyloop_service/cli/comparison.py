@@ -20,7 +20,7 @@ from tinyloop_service.client import AsyncClient
 from tinyloop_service.types import TokenIds
 
 PREFIX_ID = "demo"
-SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.1}
+SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
 
 ShowPiece = Callable[[int, str], None]  # request, new text
 Count = Callable[[int], None]
