@@ -9,7 +9,8 @@
             5 the server closes                  when the last messages have left
 
 `App.run` does all of it around SIGTERM and SIGINT: the first signal drains, a second one skips what is left of the
-grace time.  A lost device drains too, with exit status 1.
+grace time.  A lost device drains too, with exit status 1.  `run_process` is for who has a process to end: a load or a
+step that cannot be interrupted does not keep it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 
@@ -96,6 +97,7 @@ class App:
         self._scheduler: Scheduler | None = None
         self._health = Health()
         self._warming: asyncio.Task[None] | None = None
+        self._loader: threading.Thread | None = None
         self._hurry = asyncio.Event()
         self.address = ""  # where it listens, once started
         self.health_address = ""
@@ -154,6 +156,12 @@ class App:
             fault.result()  # raises what loading raised
         return 1 if failed or self._hurry.is_set() else 0
 
+    @property
+    def still_computes(self) -> bool:
+        """After `stop`: a load or a step was left behind, in a thread that nothing can interrupt."""
+        loads = self._loader is not None and self._loader.is_alive()
+        return loads or (self._scheduler is not None and not self._scheduler.is_stopped)
+
     async def _serve_until_fault(self, on_ready: Callable[[App], None]) -> None:
         """Returns when the device is lost."""
         await self.ready()
@@ -163,7 +171,8 @@ class App:
         _log.error("device lost", fault=str(self._scheduler.fault))
 
     async def _warm_up(self) -> None:
-        loaded = await _in_thread(self._load)
+        self._loader, loading = _start_thread(self._load)
+        loaded = await loading
         scheduler = Scheduler(loaded.engine, self._settings.scheduler, tokenizer=loaded.tokenizer)
         await scheduler.start()
         self._scheduler = scheduler
@@ -218,8 +227,18 @@ async def _close(scheduler: Scheduler) -> None:
         _log.error("the engine did not stop", waited_s=_CLOSE_S)
 
 
-async def _in_thread(work: Callable[[], LoadedModel]) -> LoadedModel:
-    """The result of `work`, run in a daemon thread: one that never returns does not keep the process alive."""
+def run_process(app: App, on_ready: Callable[[App], None]) -> NoReturn:
+    """`App.run`, and then the end of this process with its status."""
+    status = asyncio.run(app.run(on_ready))
+    if app.still_computes:  # the interpreter would wait for the thread, or abort under its feet
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status)
+
+
+def _start_thread(work: Callable[[], LoadedModel]) -> tuple[threading.Thread, asyncio.Future[LoadedModel]]:
+    """A daemon thread that does `work`, and its result."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[LoadedModel] = loop.create_future()
 
@@ -240,5 +259,6 @@ async def _in_thread(work: Callable[[], LoadedModel]) -> LoadedModel:
         if not loop.is_closed():
             loop.call_soon_threadsafe(finish, *outcome)
 
-    threading.Thread(target=run, name="tinyloop-load", daemon=True).start()
-    return await future
+    thread = threading.Thread(target=run, name="tinyloop-load", daemon=True)
+    thread.start()
+    return thread, future

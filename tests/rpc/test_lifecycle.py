@@ -244,16 +244,18 @@ async def test_a_lost_device_ends_the_server_with_status_1() -> None:
 
 
 @asynccontextmanager
-async def process(grace_s: float, step_s: float) -> AsyncIterator[tuple[Process, str, str]]:
-    """A server process of its own; its address and its health address."""
+async def process(grace_s: float, step_s: float, load_s: float = 0.0) -> AsyncIterator[tuple[Process, str, str]]:
+    """A server process of its own; its address and its health address, empty if it still loads."""
     script = Path(__file__).with_name("fake_server.py")
+    times = map(str, (grace_s, step_s, load_s))
     started = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), str(grace_s), str(step_s), stdout=PIPE, stderr=PIPE, cwd=script.parent
+        sys.executable, str(script), *times, stdout=PIPE, stderr=PIPE, cwd=script.parent
     )
     assert started.stdout is not None
     try:
         async with asyncio.timeout(60):
-            words = (await started.stdout.readline()).decode().split()
+            assert await started.stdout.readline() == b"listening\n"
+            words = ["", "", "", ""] if load_s else (await started.stdout.readline()).decode().split()
         yield started, words[1], words[3]
     finally:
         if started.returncode is None:
@@ -298,3 +300,29 @@ async def test_a_second_signal_does_not_wait_for_running_streams() -> None:
             async with asyncio.timeout(30):
                 assert await server.wait() == 1
             assert await stream.code() is not grpc.StatusCode.OK
+
+
+async def test_a_step_that_never_ends_does_not_keep_the_process_after_a_second_signal() -> None:
+    async with (
+        process(grace_s=3600, step_s=3600) as (server, address, health_address),
+        grpc.aio.insecure_channel(address, NO_RETRIES) as channel,
+    ):
+        stream = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request())
+        load = model_pb2_grpc.ModelServiceStub(channel).GetLoad
+        while (await load(model_pb2.GetLoadRequest())).rows_running < 1:
+            pass
+        server.send_signal(signal.SIGTERM)
+        while await health(health_address) == SERVING:
+            pass
+        server.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            assert await server.wait() == 1
+        assert await stream.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_signal_while_the_model_loads_ends_the_process_with_0() -> None:
+    async with process(grace_s=3600, step_s=0, load_s=3600) as (server, _, _):
+        server.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            _, log = await server.communicate()
+        assert server.returncode == 0 and json.loads(log.decode().splitlines()[-1])["event"] == "stopped"

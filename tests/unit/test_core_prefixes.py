@@ -387,6 +387,27 @@ def test_an_evicted_prefix_is_not_waited_for_when_pins_leave_it_no_room() -> Non
     assert driver.state(uid) == "ready"
 
 
+def test_a_prefix_that_could_not_be_built_says_why_on_use() -> None:
+    driver = Driver(dataclasses.replace(SMALL, num_pages=20, max_rows=1))
+    driver.create("pinned", tokens(200, 1))
+    driver.run()
+    driver.submit(GenerationRequest((1,), 60, prefix="pinned"))
+    driver.step()
+    driver.create("large", tokens(390), wait=False)
+    driver.core.catalog.update("", "pinned", UNCHANGED, True, None, driver.now_ns)
+    driver.run()
+    for use in (
+        lambda: driver.submit(GenerationRequest((1,), prefix="large")),
+        lambda: driver.create("c", (1,), parent="large"),
+    ):
+        with pytest.raises(OutOfMemory, match=r"prefix .large. could not be built: out of memory.*create it again"):
+            use()
+    driver.core.catalog.update("", "pinned", UNCHANGED, False, None, driver.now_ns)
+    uid = driver.create("large", tokens(390))
+    driver.run()
+    assert driver.state(uid) == "ready"
+
+
 def test_lifetimes_that_were_renewed_are_forgotten() -> None:
     driver = Driver()
     for i in range(1000):

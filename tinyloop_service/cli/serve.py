@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import click
@@ -44,14 +43,14 @@ def serve(**given: str | bool | None) -> None:
       tinyloop serve --model 407m.tinyloop --listen 127.0.0.1:50051 --kv-memory 2GiB
       tinyloop serve --listen 127.0.0.1:0 --health-listen none
     """
-    from tinyloop_service.app import App, configure_logging, load_model
+    from tinyloop_service.app import App, configure_logging, load_model, run_process
     from tinyloop_service.demo import MODEL_PATH
 
     settings = read_settings(given)
     configure_logging(settings.server)
     model = settings.server.model or MODEL_PATH
     app = App(settings, lambda: load_model(model, settings.engine, progress=_report))
-    raise SystemExit(asyncio.run(app.run(on_ready=_announce)))
+    run_process(app, on_ready=_announce)
 
 
 def _report(step: str) -> None:

@@ -1,7 +1,7 @@
 """Prefixes: protobuf to our types and back, with every check that needs no state.
 
-What a create asks is read into `Creation`, what an update changes into `Change`.  A ttl stays one until the scheduler is
-called: it runs from then, by the scheduler's clock.
+What a create asks is read into `Creation`, what an update changes into `Change`.  A ttl stays one until the scheduler
+is called: it runs from then, by the scheduler's clock.
 Page tokens are opaque to callers: the name after which the next page begins.
 """
 

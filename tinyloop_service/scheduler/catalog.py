@@ -10,7 +10,7 @@ import copy
 from enum import Enum
 
 from tinyloop_service.engine.api import Limits
-from tinyloop_service.errors import EngineFault, InvalidArgument, PrefixExists, PrefixNotFound, TinyLoopError
+from tinyloop_service.errors import InvalidArgument, PrefixExists, PrefixNotFound, TinyLoopError
 from tinyloop_service.scheduler.admission import Admission
 from tinyloop_service.scheduler.door import make_recipe
 from tinyloop_service.scheduler.prefix import Prefix, Recipe
@@ -169,8 +169,8 @@ class Catalog:
             existing = None
         if existing is not None and existing.recipe.content_sha256 != recipe.content_sha256:
             raise PrefixExists(f"prefix {name!r} exists with other content; delete it first, or choose another id")
-        if parent is not None and parent.state is PrefixState.FAILED:
-            raise EngineFault(f"parent {definition.parent!r} could not be built: {parent.error}; create it again")
+        if parent is not None:
+            parent.check_built()
         ancestors = parent.chain() if parent is not None else []
         if existing is None:
             self._admission.check_possible(ancestors, [recipe.extent], 0)

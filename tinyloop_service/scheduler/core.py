@@ -214,10 +214,7 @@ class Core:
             prefix = self._prefixes.look_up(spec.tenant, spec.prefix)
         else:
             prefix = self._prefixes.look_up_uid(spec.tenant, spec.prefix_uid or "")
-        if prefix.state is PrefixState.FAILED:
-            raise EngineFault(
-                f"prefix {prefix.name or prefix.uid!r} could not be built: {prefix.error}; create it again"
-            )
+        prefix.check_built()
         return prefix
 
     def _refuse_impossible(self) -> None:

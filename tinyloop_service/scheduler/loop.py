@@ -61,6 +61,7 @@ class Scheduler:
         self._drained = asyncio.Event()
         self._faulted = asyncio.Event()
         self._is_draining = self._is_closed = False
+        self.is_stopped = False  # closed, and the engine's thread has ended
 
     # ---- lifetime
 
@@ -94,6 +95,7 @@ class Scheduler:
         # 3. the engine closes on the thread that ran it, which ends
         await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.close)
         self._thread.shutdown()
+        self.is_stopped = True
 
     async def wait_fault(self) -> None:
         """Return when the device is lost."""

@@ -11,7 +11,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from tinyloop_service.engine.api import Limits
-from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.errors import PrefixNotFound, TinyLoopError
 from tinyloop_service.scheduler.sequences import Extent, Sequence
 from tinyloop_service.types import PrefixInfo, PrefixState, TokenIds
 
@@ -58,6 +58,12 @@ class Prefix:
     wanted_order: int | None = None  # arrival order of a create that waits for admission
     children: dict[str, Prefix] = field(default_factory=dict)  # by uid
     users: int = 0  # running requests and running builds that read it
+
+    def check_built(self) -> None:
+        """Raise what its build failed with, for who wants to use it."""
+        if self.state is PrefixState.FAILED:
+            error = self.error or PrefixNotFound("nobody waited for it")
+            raise type(error)(f"prefix {self.name or self.uid!r} could not be built: {error}; create it again")
 
     def chain(self) -> list[Prefix]:
         """From the root down to this one."""
