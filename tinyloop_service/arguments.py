@@ -123,8 +123,17 @@ def suffix(value: object, field: str = "suffix", *, vocab_size: int | None = Non
     return text(value, field) if isinstance(value, str) else token_ids(value, field, vocab_size=vocab_size)
 
 
-def text(value: str, field: str) -> str:
+def flag(value: object, field: str) -> bool:
+    """True or False, and nothing that merely counts as one."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(field, f"is {_short(value)}, expected True or False")
+    return value
+
+
+def text(value: object, field: str) -> str:
     """Text that UTF-8 can carry."""
+    if not isinstance(value, str):
+        raise InvalidArgument(field, f"is {_short(value)}, expected text")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -172,7 +181,8 @@ def stops(
 ) -> Stops:
     """Stops from a list whose items are strings or id sequences, and single ids in short form."""
     field = "stop_sequences"
-    if isinstance(stop_sequences, str | bytes) or not isinstance(stop_sequences, Iterable):
+    is_scalar = isinstance(stop_sequences, str | bytes) or getattr(stop_sequences, "ndim", 1) == 0
+    if is_scalar or not isinstance(stop_sequences, Iterable):
         raise InvalidArgument(field, f"is {_short(stop_sequences)}, expected a list of strings or id sequences")
     strings: list[str] = []
     sequences: list[TokenIds] = []
@@ -188,7 +198,7 @@ def stops(
     total = len(strings) + len(sequences) + len(singles)
     if total > MAX_STOPS:
         raise InvalidArgument(field, f"{total} stops are given, expected at most {MAX_STOPS}")
-    return Stops((*sequences, *((token,) for token in singles)), tuple(strings), bool(ignore_eos))
+    return Stops((*sequences, *((token,) for token in singles)), tuple(strings), flag(ignore_eos, "ignore_eos"))
 
 
 def sampling(
@@ -211,7 +221,7 @@ def sampling(
         top_p=number(top_p, "top_p", "above 0, up to 1", 0.0, 1.0, above=True),
         min_p=number(min_p, "min_p", "0 to 1", 0.0, 1.0),
         repetition_penalty=number(repetition_penalty, "repetition_penalty", penalty, MIN_PENALTY, MAX_PENALTY),
-        logit_bias=_logit_bias(logit_bias or {}, "logit_bias", vocab_size),
+        logit_bias=_logit_bias({} if logit_bias is None else logit_bias, "logit_bias", vocab_size),
         logprobs=integer(logprobs, "logprobs", 0, MAX_LOGPROBS),
         seed=seed(seed_value),
     )
@@ -253,7 +263,9 @@ def parameters(
 _loops, _cache_window = loops, cache_window  # `parameters` has arguments of the same names
 
 
-def _logit_bias(bias: Mapping[int, float], field: str, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
+def _logit_bias(bias: object, field: str, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
+    if not isinstance(bias, Mapping):
+        raise InvalidArgument(field, f"is {_short(bias)}, expected a mapping from token id to addend")
     if len(bias) > MAX_LOGIT_BIAS:
         raise InvalidArgument(field, f"has {len(bias)} entries, expected at most {MAX_LOGIT_BIAS}")
     top = INT32_MAX if vocab_size is None else vocab_size - 1

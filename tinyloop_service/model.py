@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -103,7 +105,7 @@ class Model:
         self._vocab_size, self._max_loops = loaded.engine.limits.vocab_size, loaded.engine.limits.max_loops
         self._parameters = partial(arguments.parameters, vocab_size=self._vocab_size, max_loops=self._max_loops)
         self._runtime = _Runtime(Scheduler(loaded.engine, SchedulerSettings(), tokenizer=self._tokenizer))
-        self._closing = weakref.finalize(self, self._runtime.close)  # also when collected, and at exit
+        self._forgotten = weakref.finalize(self, _close_elsewhere, self._runtime)  # when collected, and at exit
 
     def config(self) -> dict[str, Any]:
         """The config keys of the model file."""
@@ -206,7 +208,8 @@ class Model:
 
     def close(self) -> None:
         """End what runs with its error and give everything back.  Afterwards: RuntimeError "model was closed"."""
-        self._closing()
+        self._forgotten.detach()
+        self._runtime.close()
 
     def __enter__(self) -> Self:
         return self
@@ -296,6 +299,7 @@ class _Runtime:
         self.scheduler = scheduler
         self._loop = asyncio.new_event_loop()
         self._open = True
+        self._process = os.getpid()
         self._lock = threading.Lock()  # between "is it open" and "hand it over"
         self._thread = threading.Thread(target=self._loop.run_forever, name="tinyloop-model", daemon=True)
         self._thread.start()
@@ -304,6 +308,8 @@ class _Runtime:
     def check_open(self) -> None:
         if not self._open:
             raise ModelClosed()
+        if self._is_inherited:
+            raise ModelClosed("model was made before this process was forked; construct a new Model")
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of the coroutine that `work` makes, run on the loop; the calling thread waits."""
@@ -325,6 +331,9 @@ class _Runtime:
         self._post(stream.leave)
 
     def close(self) -> None:
+        """From any thread but the loop's and the engine's."""
+        if self._is_inherited:
+            return
         with self._lock:
             if not self._open:
                 return
@@ -340,6 +349,20 @@ class _Runtime:
         if calls:  # each ends with ModelClosed; its thread gets that
             await asyncio.wait(calls, timeout=CLOSE_WAIT_S)
 
+    @property
+    def _is_inherited(self) -> bool:
+        """This process was forked from the one that has the threads."""
+        return os.getpid() != self._process
+
     def _post(self, call: Callable[[], object]) -> None:
-        if self._open and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call)
+        if self._open and not self._is_inherited:
+            with suppress(RuntimeError):  # the loop was closed just now
+                self._loop.call_soon_threadsafe(call)
+
+
+def _close_elsewhere(runtime: _Runtime) -> None:
+    """A Model was collected, by whatever thread: it may be one that the close has to wait for."""
+    if threading.main_thread().is_alive():
+        threading.Thread(target=runtime.close, name="tinyloop-close").start()
+    else:  # the interpreter ends, and starts no threads
+        runtime.close()

@@ -217,7 +217,7 @@ class OutputFilter:
     def __init__(self, stops: Stops, tokenizer: Tokenizer | None, *, want_text: bool) -> None:
         """`stops.ignore_eos` is the caller's.  Raises InvalidArgument for a string stop without a tokenizer."""
         if stops.strings and tokenizer is None:
-            raise InvalidArgument("stops", "a string is given, but the model has no tokenizer; give token ids")
+            raise InvalidArgument("stop_sequences", "holds text, but the model file has no tokenizer; give token ids")
         self._want_text = want_text and tokenizer is not None
         self._decoder = TextDecoder(tokenizer) if tokenizer and (self._want_text or stops.strings) else None
         self._ids = StopMatcher(stops.token_sequences)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -307,6 +309,45 @@ async def test_closing_ends_calls_that_wait(gated: tuple[Served, threading.Event
         assert isinstance(result, errors.ModelClosed)
     gate.set()
     await served.settled()
+
+
+async def test_a_forked_process_is_told_to_make_its_own_client(served: Served) -> None:
+    client = Client(served.address)
+    handle = await asyncio.to_thread(client.build_prefix_cache, PROMPT)
+
+    def child() -> int:
+        with pytest.raises(errors.ModelClosed, match="before this process was forked"):
+            client.complete(prefix=handle)
+        client.close()
+        return 5
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+        process = os.fork()
+    if process == 0:
+        try:
+            os._exit(child())
+        finally:
+            os._exit(99)
+    _, status = await asyncio.to_thread(os.waitpid, process, 0)
+    assert os.waitstatus_to_exitcode(status) == 5
+    assert (await asyncio.to_thread(client.complete, prefix=handle, **GREEDY)).usage.cached_tokens == len(PROMPT)
+    await asyncio.to_thread(client.close)
+
+
+async def test_arguments_that_only_named_prefixes_have_are_checked_too(served: Served) -> None:
+    async with served.client() as client:
+        for field, call in {
+            "pinned": client.create_prefix("p", PROMPT, pinned="no"),  # type: ignore[arg-type]
+            "wait": client.create_prefix("p", PROMPT, wait=0),  # type: ignore[arg-type]
+            "etag": client.delete_prefix("p", etag=b"x"),  # type: ignore[arg-type]
+            "text": client.tokenize(b"bytes"),  # type: ignore[arg-type]
+            "suffix": client.complete(PROMPT, suffix=3),  # type: ignore[arg-type]
+        }.items():
+            with pytest.raises(errors.InvalidArgument) as caught:
+                await call
+            assert caught.value.field == field
+        assert await client.list_prefixes() == []
 
 
 async def test_affinity_sends_all_of_one_prefix_to_one_replica() -> None:

@@ -317,7 +317,7 @@ async def test_a_step_that_never_ends_does_not_keep_the_process_after_a_second_s
         server.send_signal(signal.SIGTERM)
         async with asyncio.timeout(30):
             assert await server.wait() == 1
-        assert reason_of(await refusal(collect(stream))) == ("UNAVAILABLE", "MODEL_CLOSED")
+        await refusal(stream)
 
 
 async def test_a_signal_while_the_model_loads_ends_the_process_with_0() -> None:

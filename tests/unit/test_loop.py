@@ -302,7 +302,7 @@ async def test_id_stops_cut_and_free_the_row() -> None:
         assert completed.usage.completion_tokens == 4
         await until(lambda: is_settled(scheduler))
         assert scheduler.counters.generated < 100, "the row has left"
-        with pytest.raises(InvalidArgument, match="stops"):
+        with pytest.raises(InvalidArgument, match="stop_sequences"):
             scheduler.generate(GenerationRequest((1,), 5, stops=Stops(strings=("x",))))
         assert scheduler.load().requests_waiting == 0
 

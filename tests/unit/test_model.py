@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +18,7 @@ import pytest
 from tinyloop_service import model as model_module
 from tinyloop_service.app import LoadedModel
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, expected_tokens
-from tinyloop_service.errors import LoopsMismatch
+from tinyloop_service.errors import LoopsMismatch, ModelClosed
 from tinyloop_service.model import Model, PrefixCache
 from tinyloop_service.types import FinishReason, Sampling, TokenIds
 
@@ -270,6 +272,46 @@ def test_a_collected_model_ends_its_thread(model: Model) -> None:
     gc.collect()
     thread.join(WAIT_S)
     assert not thread.is_alive()
+
+
+def test_a_model_that_its_own_thread_collects_ends_too(model: Model) -> None:
+    made = Model(Path("fake.tinyloop"))
+    runtime, cycle = made._runtime, [made]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del made, cycle
+    runtime._loop.call_soon_threadsafe(gc.collect)
+    runtime._thread.join(WAIT_S)
+    assert not runtime._thread.is_alive()
+
+
+def forked(child: Callable[[], int]) -> int:
+    """The exit status of `child` in a fork of this process; fails if it does not end."""
+    process = os.fork()
+    if process == 0:
+        try:
+            os._exit(child())
+        finally:
+            os._exit(99)
+    deadline = time.monotonic() + WAIT_S
+    while (ended := os.waitpid(process, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_to_make_its_own_and_ends(model: Model) -> None:
+    prefix = model.build_prefix_cache(PROMPT)
+
+    def child() -> int:
+        with pytest.raises(ModelClosed, match="before this process was forked"):
+            model.generate(PROMPT)
+        model.close()
+        return 5
+
+    assert forked(child) == 5
+    assert model.generate_from_prefix_cache(prefix, 3, ignore_eos=True) == model.generate(PROMPT, 3, ignore_eos=True)
 
 
 def test_handles_that_outlive_their_model_do_no_harm(model: Model) -> None:

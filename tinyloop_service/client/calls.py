@@ -93,9 +93,9 @@ def create_prefix(
         loops=arguments.loops(loops),
         cache_window=arguments.cache_window(cache_window),
         ttl_ns=arguments.ttl_ns(ttl),
-        pinned=pinned,
+        pinned=arguments.flag(pinned, "pinned"),
         parent=None if parent is None else arguments.prefix_id(parent, "parent"),
-        wait=wait,
+        wait=arguments.flag(wait, "wait"),
     )
     return wire.read_prefix((yield Call("PrefixService", "CreatePrefix", request, prefix_id, "tokens_or_text")))
 
@@ -136,7 +136,7 @@ def list_prefixes() -> Steps[list[Prefix]]:
 
 
 def update_prefix(prefix_id: str, *, ttl: Ttl | Unset, pinned: bool | Unset, etag: str | None) -> Steps[Prefix]:
-    prefix, paths = prefix_pb2.Prefix(name=_name(prefix_id), etag=etag or ""), []
+    prefix, paths = prefix_pb2.Prefix(name=_name(prefix_id), etag=_etag(etag)), []
     if not isinstance(ttl, Unset):
         paths.append("ttl")
         ttl_ns = arguments.ttl_ns(ttl)
@@ -144,7 +144,7 @@ def update_prefix(prefix_id: str, *, ttl: Ttl | Unset, pinned: bool | Unset, eta
             prefix.ttl.CopyFrom(write_duration(ttl_ns))
     if not isinstance(pinned, Unset):
         paths.append("pinned")
-        prefix.pinned = pinned
+        prefix.pinned = arguments.flag(pinned, "pinned")
     request = prefix_pb2.UpdatePrefixRequest(prefix=prefix, update_mask=FieldMask(paths=paths))
     return wire.read_prefix((yield Call("PrefixService", "UpdatePrefix", request, prefix_id)))
 
@@ -155,7 +155,7 @@ def renew(prefix_id: str) -> Steps[Prefix]:
 
 
 def delete_prefix(prefix_id: str, *, etag: str | None = None) -> Steps[None]:
-    request = prefix_pb2.DeletePrefixRequest(name=_name(prefix_id), etag=etag or "")
+    request = prefix_pb2.DeletePrefixRequest(name=_name(prefix_id), etag=_etag(etag))
     yield Call("PrefixService", "DeletePrefix", request, prefix_id)
 
 
@@ -210,7 +210,7 @@ def _start(prompt: Prompt | None, prefix: object, suffix: Prompt) -> tuple[str |
     if (prompt is None) == (prefix is None):
         raise InvalidArgument("prompt", "give either prompt, or prefix with an optional suffix")
     if prefix is None:
-        if len(suffix):  # type: ignore[arg-type]  # an Array has a length too
+        if arguments.suffix(suffix):
             raise InvalidArgument("suffix", "needs a prefix; append it to the prompt instead")
         return None, arguments.prompt(prompt), "prompt"
     if not isinstance(prefix, str | RemotePrefixCache):
@@ -239,3 +239,8 @@ def _ids(content: str | TokenIds, *, bos: bool, field: str) -> Steps[TokenIds]:
 
 def _name(prefix_id: str) -> str:
     return COLLECTION + arguments.prefix_id(prefix_id, "id")
+
+
+def _etag(etag: str | None) -> str:
+    """Empty: whatever it is."""
+    return "" if etag is None else arguments.text(etag, "etag")

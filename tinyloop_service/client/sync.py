@@ -225,5 +225,6 @@ class DeltaStream(Iterator[Delta]):
 
 
 def _close(transport: Transport, keeper: Keeper) -> None:
-    keeper.close()
+    if not transport.is_inherited:
+        keeper.close()
     transport.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import grpc
 
 from tinyloop_service.client import channel
 from tinyloop_service.client.calls import Call, Steps
-from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.errors import ModelClosed, TinyLoopError
 from tinyloop_service.pb import generation_pb2_grpc, model_pb2_grpc, prefix_pb2_grpc
 
 T = TypeVar("T")
@@ -57,6 +58,7 @@ class Transport:
             self._channel = grpc.secure_channel(target, secrets, options)
         self._stubs = _stubs(self._channel)
         self._token, self._timeout, self._closed = token, timeout, False
+        self._process = os.getpid()
 
     def run(self, steps: Steps[T], limit_s: float | None = None) -> T:
         """Carry out a method: make its calls, hand back their responses."""
@@ -75,9 +77,15 @@ class Transport:
         started = self._method(call)(call.request, timeout=self._timeout, metadata=headers)
         return Messages(started, lambda error: self._exception(error, call))
 
+    @property
+    def is_inherited(self) -> bool:
+        """This process was forked from the one that made it; a channel does not live in both."""
+        return os.getpid() != self._process
+
     def close(self) -> None:
         self._closed = True
-        self._channel.close()
+        if not self.is_inherited:
+            self._channel.close()
 
     def _call_all(self, several: tuple[Call, ...], limit_s: float | None) -> list[Any]:
         """Responses in order; the first failure, or Ctrl-C, cancels the others."""
@@ -112,6 +120,8 @@ class Transport:
     def _check_open(self) -> None:
         if self._closed:
             raise channel.closed_error()
+        if self.is_inherited:
+            raise ModelClosed("client was made before this process was forked; construct a new one")
 
 
 class AsyncTransport:

@@ -50,8 +50,6 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type:
     async def _read(self, message: generation_pb2.GenerateRequest) -> GenerationRequest:
         scheduler = self._backend.scheduler
         request = read_generation(message, scheduler.limits)
-        if request.stops.strings and scheduler.tokenizer is None:
-            raise InvalidArgument("stop_sequences", "holds text, but the model file has no tokenizer; send token ids")
         whole = request.prefix is None
         content = read_input(message.input, scheduler.limits, may_be_empty=not whole)
         tokens = await self._backend.encode(content, "input.text", bos=whole)
