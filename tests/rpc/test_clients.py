@@ -350,6 +350,20 @@ async def test_arguments_that_only_named_prefixes_have_are_checked_too(served: S
         assert await client.list_prefixes() == []
 
 
+async def test_text_that_a_server_cannot_read_is_the_callers_argument() -> None:
+    async with serving() as served, served.client() as client:
+        for field, call in {
+            "prompt": client.build_prefix_cache("text"),
+            "suffix": client.generate_from_prefix_cache("p", suffix="text"),
+            "tokens_or_text": client.create_prefix("q", "text"),
+            "text": client.tokenize("text"),
+        }.items():
+            await client.create_prefix("p", PROMPT)
+            with pytest.raises(errors.InvalidArgument) as caught:
+                await call
+            assert caught.value.field == field
+
+
 async def test_affinity_sends_all_of_one_prefix_to_one_replica() -> None:
     async with serving(FakeEngine(), replica="a") as first, serving(FakeEngine(), replica="b") as second:
         target = "ipv4:" + ",".join((first.address, second.address))

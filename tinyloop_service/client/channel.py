@@ -101,7 +101,7 @@ def _python_field(path: str, content_field: str) -> str:
     """`generation.sampling.top_p` is `top_p` to a caller in Python, `input.tokens.ids[3]` is `prompt[3]`."""
     for message in ("generation.", "sampling."):
         path = path.removeprefix(message)
-    for wire in ("input.tokens.ids", "input.tokens", "input.text", "input", "tokens.ids", "tokens"):
+    for wire in ("input.tokens.ids", "input.tokens", "input.text", "input", "tokens.ids", "tokens", "text"):
         if path == wire or path.startswith(f"{wire}["):
             return content_field + path.removeprefix(wire)
     return path
