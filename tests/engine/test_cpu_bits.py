@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cpu_driver import GREEDY, Drawn, Driver, Held, engine_of
 
+from tinyloop_service.engine.cpu.engine import MAX_ROWS
 from tinyloop_service.engine.spec import SIZES, Quant
 from tinyloop_service.types import Sampling
 
@@ -83,7 +84,7 @@ def test_decoding_leaves_the_pages_of_a_prefill(any_driver: Driver) -> None:
     any_driver.close(request, prefix)
 
 
-@pytest.mark.parametrize("rows", [2, 7, 8, 9, 32])
+@pytest.mark.parametrize("rows", [2, 7, 8, 9, 32, MAX_ROWS])
 def test_company_changes_nothing(driver: Driver, rows: int) -> None:
     """T2 and T19: alone, in a batch, joining late, after others left; seeds of others do not matter."""
     length, steps = 100, 30

@@ -10,6 +10,7 @@ from rpc_harness import BOS, Served, byte_tokenizer, collect, expected_tokens, i
 from tinyloop_service.client.calls import Call
 from tinyloop_service.client.wire import read_output
 from tinyloop_service.completion import CompletionBuilder
+from tinyloop_service.engine.api import Open
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.errors import LoopsMismatch, PrefixExists, PrefixNotFound
 from tinyloop_service.pb import generation_pb2 as g
@@ -164,3 +165,23 @@ async def test_many_streams_share_one_prefix_and_are_counted_once() -> None:
         counters = served.scheduler.counters
         assert engine.tokens_prefilled == len(PROMPT) + 2 * len(suffixes)
         assert counters.prompt_hits + counters.prompt_misses == sum(c.usage.prompt_tokens for c in completions)
+
+
+async def test_eos_as_the_first_token_is_an_empty_answer() -> None:
+    """T15, for one choice that ends at once beside one that goes on."""
+
+    def next_token(opened: Open, position: int, token: int) -> int:
+        return 0 if opened.sampling is not None and opened.sampling.choice == 0 else token or 1
+
+    request = g.GenerateRequest(input=ids(*PROMPT), max_tokens=5, n=2, logprobs=1, seed=3)
+    async with serving(FakeEngine(next_token=next_token), tokenizer=byte_tokenizer()) as served:
+        unary = await served.generation.GenerateUnary(g.GenerateUnaryRequest(generation=request))
+        empty, other = unary.choices
+        assert (list(empty.token_ids), empty.text, list(empty.logprobs)) == ([], "", [])
+        assert empty.finish_reason == g.FINISH_REASON_EOS and len(other.token_ids) == len(other.logprobs) == 5
+        assert unary.usage.completion_tokens == 5
+        messages = await collect(served.generation.Generate(request))
+        assert not [m for m in messages if m.HasField("delta") and m.delta.choice == 0]
+        (done,) = [m.completed for m in messages if m.HasField("completed") and m.completed.choice == 0]
+        assert done.usage.completion_tokens == 0 and done.timings.HasField("ttft_duration")
+        await served.settled()
