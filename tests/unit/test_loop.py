@@ -384,6 +384,21 @@ async def test_a_bug_in_the_core_leaves_nobody_hanging(monkeypatch: pytest.Monke
         results = await asyncio.gather(*streams, create, return_exceptions=True)
         assert [type(result) for result in results] == [DeviceLost] * 4
         assert scheduler.fault is not None
+        async with asyncio.timeout(20):
+            await scheduler.drain(3600)
+
+
+async def test_closing_ends_who_watches_a_prefix_that_nobody_builds() -> None:
+    async with running(settings=SchedulerSettings(max_prefixes=1)) as scheduler:
+        for i, name in enumerate("ab"):
+            await scheduler.create_prefix(PrefixDefinition(tokens(70, i)), name=name)
+        assert scheduler.get_prefix("a").state is PrefixState.EVICTED
+        watching = asyncio.create_task(last(scheduler.watch_prefix("a")))
+        await until(lambda: bool(scheduler._delivery._watchers))
+        await scheduler.close()
+        async with asyncio.timeout(20):
+            with pytest.raises(ModelClosed):
+                await watching
 
 
 async def test_drain_refuses_the_new_and_finishes_the_old() -> None:

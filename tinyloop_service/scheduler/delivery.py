@@ -25,6 +25,7 @@ class Delivery:
         self._streams: dict[int, Stream] = {}
         self._waiters: dict[str, set[asyncio.Future[PrefixInfo]]] = {}
         self._watchers: dict[str, set[asyncio.Event]] = {}
+        self._end: TinyLoopError | None = None  # what everybody hears from now on
 
     @property
     def num_streams(self) -> int:
@@ -45,12 +46,15 @@ class Delivery:
                 self._tell_stream(stream, event)
 
     def fail_all(self, error: TinyLoopError) -> None:
-        """Tell everybody the same without asking the core."""
+        """Tell everybody the same without asking the core; for good."""
+        self._end = error
         for stream in self._streams.values():
             stream.deliver_error(copy.copy(error))
         for waiter in [waiter for waiters in self._waiters.values() for waiter in waiters]:
             if not waiter.done():
                 waiter.set_exception(copy.copy(error))
+        for watcher in [watcher for watchers in self._watchers.values() for watcher in watchers]:
+            watcher.set()
         self._streams.clear()
         self._waiters.clear()
 
@@ -76,6 +80,8 @@ class Delivery:
             while info.state not in (PrefixState.READY, PrefixState.FAILED):
                 await changed.wait()
                 changed.clear()
+                if self._end is not None:
+                    raise copy.copy(self._end)
                 before, info = info, look_up()
                 if info.uid != uid:
                     raise PrefixNotFound(f"prefix {name!r} was deleted, and made again since")

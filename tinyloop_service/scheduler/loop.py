@@ -75,9 +75,11 @@ class Scheduler:
         self._wake.set()
         try:
             await asyncio.wait_for(self._drained.wait(), grace_s)
-            self._core.check()
         except TimeoutError:
             _log.warning("drain ran out of time", requests=self._delivery.num_streams)
+        else:
+            if self.fault is None:
+                self._core.check()
 
     async def close(self) -> None:
         """End everything with ModelClosed, then stop."""
@@ -89,6 +91,7 @@ class Scheduler:
         if self.fault is None:
             self._core.abort(ModelClosed())
         self._changed()
+        self._delivery.fail_all(ModelClosed())  # watchers, who wait for no work
         # 2. the loop lets the plans in flight finish, for a step cannot be interrupted
         if self._task is not None:
             await self._task
@@ -292,6 +295,7 @@ class Scheduler:
         self.fault = error
         self._core.refuse(error)
         self._delivery.fail_all(error)
+        self._drained.set()
         self._faulted.set()
 
     async def _sleep(self) -> None:
