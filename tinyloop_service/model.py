@@ -84,7 +84,7 @@ class Model:
     engine       "auto" or "cpu"
     kv_memory    bytes for the state of prefixes and requests; None: the engine's default
     cache_mode   how state is stored, "fp16"
-    threads      of the CPU engine; None: one per core
+    threads      of the CPU engine; None: one per core, one for a small model
 
     Raises ModelFileError (a ValueError) for what is not a whole TinyLoop model, OSError if it cannot be opened.
     """

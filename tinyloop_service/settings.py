@@ -75,7 +75,7 @@ class EngineSettings:
     engine: str = EngineKind.AUTO
     kv_memory: int | None = None  # bytes for state; None: a quarter of the memory, at most 2 GiB
     cache_mode: CacheMode = CacheMode.FP16  # how the state of a token is stored
-    threads: int | None = None  # of the CPU engine; None: one per core
+    threads: int | None = None  # of the CPU engine; None: one per core, one for a small model
     accuracy_level: int = 4  # of INT4 products on the CPU: 0 float32 activations, 4 int8 activations
     debug: bool = False  # poison pages that are given back, check invariants
 

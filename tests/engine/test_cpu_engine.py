@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from cpu_driver import GREEDY, Driver, engine_of, weights_of
 
+from tinyloop_service.demo import MODEL_PATH
 from tinyloop_service.engine.api import Extend, Open, Plan, Prefill
 from tinyloop_service.engine.cpu import CpuEngine
 from tinyloop_service.engine.cpu.attention import AttentionKernels
-from tinyloop_service.engine.cpu.runtime import Array, Kernel, use_threads
+from tinyloop_service.engine.cpu.engine import useful_threads
+from tinyloop_service.engine.cpu.runtime import Array, Kernel
 from tinyloop_service.engine.cpu.selfcheck import check_attention, row_multiple
 from tinyloop_service.engine.spec import SIZES, Quant
+from tinyloop_service.engine.weights import read_model
 from tinyloop_service.errors import EngineFault, InvalidArgument
 from tinyloop_service.types import CacheMode
 
@@ -101,15 +105,19 @@ def test_no_row_multiple_is_a_fault() -> None:
         row_multiple([("the head", 8, lambda x: x + np.float32(1e-4 * len(x)))])
 
 
+def test_threads_by_the_size_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert useful_threads(read_model(MODEL_PATH).spec) == 1
+    assert useful_threads(SIZES["407m"]) == 8  # 67 M weights a block: every core
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attention_passes_its_check(kv_heads: int) -> None:
-    use_threads(2)
     spec = replace(SPEC, n_kv_heads=kv_heads)
     check_attention(AttentionKernels(spec), spec)
 
 
 def test_attention_that_depends_on_company_is_a_fault() -> None:
-    use_threads(2)
 
     class Sloppy(AttentionKernels):
         def fold(self, *, going_on: bool, masked: bool) -> Kernel:

@@ -268,7 +268,7 @@ def test_int8_rounding_is_that_of_matmulnbits_at_accuracy_level_4() -> None:
     opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
-    options.use_per_session_threads = not use_threads(None)  # a process has one pool or many, never both
+    options.use_per_session_threads = not use_threads(2)  # a process has one pool or many, never both
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     x = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
     (y,) = session.run(None, {"a": x})

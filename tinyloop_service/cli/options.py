@@ -49,7 +49,7 @@ SETTING_FLAGS = {
     "engine": "What computes: auto or cpu.",
     "kv_memory": "Memory for the state of prefixes and requests, for example 2GiB.",
     "cache_mode": "How state is stored: fp16.",
-    "threads": "Of the CPU engine.  [default: one per core]",
+    "threads": "Of the CPU engine.  [default: one per core, one for a small model]",
     "accuracy_level": "Of INT4 products on the CPU: 4 int8 activations, 0 float32.  [default: 4]",
     "listen": "Where to serve; port 0 takes a free one.  [default: 127.0.0.1:50051]",
     "health_listen": "Where to answer health checks; none for nowhere.  [default: 127.0.0.1:50052]",

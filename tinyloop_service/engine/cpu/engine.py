@@ -6,6 +6,7 @@ plan go through the weights together, as one matrix.  Refuses to know about name
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -19,6 +20,7 @@ from tinyloop_service.engine.cpu.prefill import PrefillRun
 from tinyloop_service.engine.cpu.runtime import Array, use_threads
 from tinyloop_service.engine.cpu.sampling import RowSampler, sample
 from tinyloop_service.engine.cpu.sequences import Sequence, SequenceTable
+from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.errors import EngineFault, InvalidArgument
 from tinyloop_service.types import CacheMode, TokenLogprob
@@ -48,14 +50,14 @@ class CpuEngine:
         """kv_memory: bytes for pages and active forms.
 
         accuracy_level: of INT4 products; 4 rounds activations to int8, 0 and 1 keep them float32.  threads: of the
-        whole process, None for every core it may use.  debug: pages are poisoned when given back.
+        whole process, None for as many as help (`useful_threads`).  debug: pages are poisoned when given back.
         Raises InvalidArgument for what this engine cannot do, EngineFault if the self-check finds that this processor
         breaks a promise.
         """
         if cache_mode is not CacheMode.FP16:
             raise InvalidArgument("cache_mode", f"{cache_mode.value} given; the CPU engine stores fp16")
         report = progress or (lambda _: None)
-        in_use = use_threads(threads)
+        in_use = use_threads(threads or useful_threads(weights.spec))
         reason = "" if threads in (None, in_use) else f"; {threads} asked for, but the process has its pool already"
         report(f"compiling and checking kernels for {in_use} threads{reason}")
         self._limits = _limits(weights, kv_memory, cache_mode)
@@ -243,6 +245,16 @@ def _kept_logits(sequence: Sequence) -> NDArray[np.float32]:
     parent = sequence.parent
     assert parent is not None and parent.logits is not None, f"sequence {sequence.id}: no logits were kept"
     return parent.logits
+
+
+def useful_threads(spec: ModelSpec) -> int:
+    """One thread for every 4 M weights of a block, at most one per core.
+
+    Threads wait for one another after every product.  At 2.4 M weights a second one gained nothing on an idle machine,
+    and cost half the speed where the server's event loop or a client wanted the core.
+    """
+    block_weights = spec.d_model * (2 * spec.q_dim + 2 * spec.kv_dim + 3 * spec.d_ff)
+    return max(1, min(len(os.sched_getaffinity(0)), block_weights // 4_000_000))
 
 
 def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode) -> Limits:

@@ -10,7 +10,6 @@ The pool is made once; a later engine that asks for another number of threads ge
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,14 +33,13 @@ class _Pool:
     threads = 0
 
 
-def use_threads(threads: int | None) -> int:
+def use_threads(threads: int) -> int:
     """Make the thread pool and the arena if there are none; the number of threads in use."""
-    wanted = threads or len(os.sched_getaffinity(0))
     if not _Pool.threads:
-        ort.set_global_thread_pool_sizes(wanted, 1)
+        ort.set_global_thread_pool_sizes(threads, 1)
         memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
         ort.create_and_register_allocator(memory, None)
-        _Pool.threads = wanted
+        _Pool.threads = threads
     return _Pool.threads
 
 
