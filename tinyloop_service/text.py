@@ -50,10 +50,12 @@ class Tokenizer:
         """Ids of `text`; `bos` puts the model's BOS, if it has one, before them.
 
         A prefix and a suffix are encoded on their own: the ids of two halves need not be those of the whole.
+        Other threads run meanwhile.
         """
         if not text.isascii():
             _check_unicode(text)
-        ids = tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # `encode` keeps the GIL
+        ids = tuple(encoding.ids)
         return (self.bos_token_id, *ids) if bos and self.bos_token_id is not None else ids
 
     def token_bytes(self, token: int) -> bytes:

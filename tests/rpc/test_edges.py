@@ -133,9 +133,11 @@ async def test_a_prompt_of_a_million_tokens_and_one_beyond_the_message_limit(ser
     text = input_pb2.Input(text="x" * (17 * 2**20))
     error = await refusal(served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id="p", input=text)))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    long = input_pb2.Input(text="word " * 200_000)
-    error = await refusal(served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id="p", input=long)))
-    assert reason_of(error) == ("INVALID_ARGUMENT", "SEQUENCE_TOO_LONG")
+    for size in (100_000, 200_000):  # the second is refused before anything is tokenised
+        long = input_pb2.Input(text="word " * size)
+        error = await refusal(served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id="p", input=long)))
+        assert reason_of(error) == ("INVALID_ARGUMENT", "SEQUENCE_TOO_LONG")
+        assert ("characters" in (error.details() or "")) == (size == 200_000)
     assert await collect(served.generation.Generate(request()))
 
 

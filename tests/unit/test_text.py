@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import threading
 from functools import cache
 from itertools import pairwise
 
@@ -81,6 +82,23 @@ def test_encode_and_decode(text: str) -> None:
     assert list(ids) == library().encode(text, add_special_tokens=False).ids
     assert tokenizer().encode(text, bos=True) == (BOS, *ids)
     assert Tokenizer(library().to_str().encode()).encode(text, bos=True) == ids
+
+
+def test_a_long_text_does_not_stop_other_threads() -> None:
+    """Else one caller's text would hold up the event loop, and with it every stream and the health service."""
+    begun, done = threading.Event(), threading.Event()
+    text = "the word " * 100_000
+
+    def encode() -> None:
+        begun.set()
+        tokenizer().encode(text, bos=False)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    assert not done.is_set(), "this thread got no turn before the text was encoded"
+    thread.join()
 
 
 @given(st.lists(st.integers(0, 329), max_size=30))

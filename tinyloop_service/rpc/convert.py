@@ -35,6 +35,7 @@ from tinyloop_service.types import (
 
 COLLECTION = "prefixes/"
 DEFAULT_MAX_TOKENS = 32
+MAX_TOKEN_TEXT = 256  # characters: more than the longest token of any vocabulary in use
 
 FINISH_REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -76,6 +77,11 @@ def read_input(message: input_pb2.Input, limits: Limits, *, may_be_empty: bool) 
     match message.WhichOneof("input"):
         case "text":
             content = message.text
+            if len(content) > MAX_TOKEN_TEXT * limits.max_seq_len:  # seconds of work for nothing
+                raise SequenceTooLong(
+                    f"sequence too long: the text has {len(content)} characters, far more than the "
+                    f"{limits.max_seq_len} tokens that the model takes in all"
+                )
         case "tokens":
             content = read_ids(message.tokens, "input.tokens", limits)
     if not content and not may_be_empty:
