@@ -46,7 +46,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
                 read_page_size(request.page_size),
                 read_page_token(request.page_token),
             )
-            rest = [info for info in self._backend.scheduler.list_prefixes(tenant=TENANT) if (info.name or "") > after]
+            rest = self._backend.scheduler.list_prefixes(tenant=TENANT, after=after, limit=size + 1)
             page = rest[:size]
             more = write_page_token(page[-1].name or "") if len(rest) > size else ""
             prefixes = [write_prefix(info, full=full) for info in page]

@@ -252,7 +252,7 @@ class Admission:
 
     def _effectively_pinned(self) -> list[Prefix]:
         """Pinned prefixes and all that they hang from."""
-        found = {member.uid: member for prefix in self._prefixes if prefix.pinned for member in prefix.chain()}
+        found = {member.uid: member for prefix in self._prefixes.pinned.values() for member in prefix.chain()}
         return list(found.values())
 
 

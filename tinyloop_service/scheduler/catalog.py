@@ -97,10 +97,10 @@ class Catalog:
     def get(self, tenant: str, name: str, now_ns: int) -> PrefixInfo:
         return self._prefixes.info(self._look_up(tenant, name, now_ns))
 
-    def named(self, tenant: str, now_ns: int) -> list[PrefixInfo]:
-        """A tenant's named prefixes, by name."""
+    def named(self, tenant: str, now_ns: int, after: str = "", limit: int | None = None) -> list[PrefixInfo]:
+        """A tenant's named prefixes, by name, the first `limit` of those beyond `after`."""
         self._prefixes.expire(now_ns)
-        return [self._prefixes.info(prefix) for prefix in self._prefixes.named(tenant)]
+        return [self._prefixes.info(prefix) for prefix in self._prefixes.named(tenant, after, limit)]
 
     def peek(self, uid: str) -> PrefixInfo | None:
         prefix = self._prefixes.peek_uid(uid)

@@ -162,9 +162,9 @@ class Scheduler:
     def get_prefix(self, name: str, *, tenant: str = "") -> PrefixInfo:
         return self._catalog.get(tenant, name, self.now_ns())
 
-    def list_prefixes(self, *, tenant: str = "") -> list[PrefixInfo]:
-        """All named ones, by name."""
-        return self._catalog.named(tenant, self.now_ns())
+    def list_prefixes(self, *, tenant: str = "", after: str = "", limit: int | None = None) -> list[PrefixInfo]:
+        """Named ones, by name, the first `limit` of those beyond `after`."""
+        return self._catalog.named(tenant, self.now_ns(), after, limit)
 
     def update_prefix(
         self,

@@ -42,6 +42,7 @@ class PrefixStore:
         self._expired: OrderedDict[tuple[str, str], None] = OrderedDict()
         self.building: dict[SequenceId, Prefix] = {}
         self.in_memory: dict[str, Prefix] = {}  # by uid: those that have pages
+        self.pinned: dict[str, Prefix] = {}  # by uid
         self.num_pinnings = 0  # how often a pin was set
         self.changed: dict[str, None] = {}  # uids to report, in order
 
@@ -71,9 +72,10 @@ class PrefixStore:
     def peek_uid(self, uid: str) -> Prefix | None:
         return self._by_uid.get(uid)
 
-    def named(self, tenant: str) -> list[Prefix]:
-        """All of a tenant's, by name."""
-        return [prefix for (owner, _), prefix in sorted(self._names.items(), key=lambda i: i[0]) if owner == tenant]
+    def named(self, tenant: str, after: str = "", limit: int | None = None) -> list[Prefix]:
+        """A tenant's, by name, the first `limit` of those beyond `after`."""
+        names = sorted(key for key in self._names if key[0] == tenant and key[1] > after)
+        return [self._names[key] for key in names[:limit]]
 
     def info(self, prefix: Prefix) -> PrefixInfo:
         return snapshot(prefix, self._limits)
@@ -100,7 +102,8 @@ class PrefixStore:
     def set_lifetime(self, prefix: Prefix, expire_time_ns: int | None, pinned: bool) -> None:
         """A new ttl and pin; the etag changes even when they are the old ones."""
         self.num_pinnings += pinned and not prefix.pinned
-        prefix.expire_time_ns, prefix.pinned = expire_time_ns, pinned
+        prefix.expire_time_ns = expire_time_ns
+        self._pin(prefix, pinned)
         prefix.revision += 1
         if expire_time_ns is not None:
             heapq.heappush(self._expiries, (expire_time_ns, prefix.uid))
@@ -138,7 +141,8 @@ class PrefixStore:
         """Name and handles are gone; what runs on it goes on.  A build goes on only if somebody else wants it."""
         if prefix.name is not None:
             del self._names[prefix.tenant, prefix.name]
-        prefix.name, prefix.handles, prefix.pinned = None, 0, False
+        prefix.name, prefix.handles = None, 0
+        self._pin(prefix, False)
         prefix.waiters, prefix.detached = 0, False
         self.changed[prefix.uid] = None
         self.settle(prefix)
@@ -247,9 +251,17 @@ class PrefixStore:
             if has_pages and prefix.state is PrefixState.READY:
                 held = self._sequences.pool.stored(prefix.sequence.id) if prefix.sequence is not None else 0
                 assert held == prefix.recipe.extent.final_pages(self._limits), f"{prefix.uid}: {held} pages held"
+        assert self.pinned == {p.uid: p for p in self if p.pinned}
         assert self.in_memory == {p.uid: p for p in self if p.sequence is not None}
         building = {p.uid for p in self if p.state is PrefixState.BUILDING and p.sequence is not None}
         assert building == {p.uid for p in self.building.values()}
+
+    def _pin(self, prefix: Prefix, pinned: bool) -> None:
+        prefix.pinned = pinned
+        if pinned:
+            self.pinned[prefix.uid] = prefix
+        else:
+            self.pinned.pop(prefix.uid, None)
 
     def _leave_build(self, prefix: Prefix) -> None:
         assert prefix.sequence is not None
@@ -262,6 +274,7 @@ class PrefixStore:
         prefix.state, prefix.wanted_order = PrefixState.EVICTED, None
         if not prefix.was_ready:
             prefix.state, prefix.handles = PrefixState.FAILED, 0
+            self._pin(prefix, False)
             if prefix.name is not None:
                 del self._names[prefix.tenant, prefix.name]
                 prefix.name = None
