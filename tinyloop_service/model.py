@@ -3,7 +3,7 @@
 In: a `.tinyloop` file and what a user writes: ids, arrays, text.  Out: lists of ids, `Completion`, `Delta`.
 It refuses to know how a request is scheduled or computed: it validates, tokenises, and hands over.
 
-    your threads ──► Model ──► _Runtime: one event loop in one thread ──► Scheduler ──► engine thread
+    your threads ──► Model ──► Runtime: one event loop in one thread ──► Scheduler ──► engine thread
 
 Any number of threads may call at once; their requests run as rows of the same steps.  A prefix and a suffix are
 tokenised separately: text that is one prompt elsewhere may have other ids when it is cut in two.
@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
-import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +27,12 @@ from tinyloop_service import arguments
 from tinyloop_service.app import load_model
 from tinyloop_service.arguments import Parameters, Prompt, Stop
 from tinyloop_service.completion import Completion, CompletionBuilder, Delta, DeltaReader
-from tinyloop_service.errors import InvalidArgument, ModelClosed
+from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.runtime import Runtime, close_elsewhere
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.settings import EngineSettings, SchedulerSettings
 from tinyloop_service.types import CacheMode, GenerationRequest, PrefixDefinition, PrefixInfo, TokenIds
-
-T = TypeVar("T")
-CLOSE_WAIT_S = 10.0  # for calls in flight to end with their error
 
 
 class PrefixCache:
@@ -46,7 +41,7 @@ class PrefixCache:
     Made by `Model.build_prefix_cache`; of use only to the Model that built it.
     """
 
-    def __init__(self, runtime: _Runtime, info: PrefixInfo) -> None:
+    def __init__(self, runtime: Runtime, info: PrefixInfo) -> None:
         self._runtime = runtime
         self._info = info
         weakref.finalize(self, runtime.release, info.uid).atexit = False
@@ -104,8 +99,8 @@ class Model:
         self._tokenizer = loaded.tokenizer
         self._vocab_size, self._max_loops = loaded.engine.limits.vocab_size, loaded.engine.limits.max_loops
         self._parameters = partial(arguments.parameters, vocab_size=self._vocab_size, max_loops=self._max_loops)
-        self._runtime = _Runtime(Scheduler(loaded.engine, SchedulerSettings(), tokenizer=self._tokenizer))
-        self._forgotten = weakref.finalize(self, _close_elsewhere, self._runtime)  # when collected, and at exit
+        self._runtime = Runtime(Scheduler(loaded.engine, SchedulerSettings(), tokenizer=self._tokenizer))
+        self._forgotten = weakref.finalize(self, close_elsewhere, self._runtime)  # when collected, and at exit
 
     def config(self) -> dict[str, Any]:
         """The config keys of the model file."""
@@ -261,7 +256,7 @@ class Model:
 class DeltaStream(Iterator[Delta]):
     """The pieces of one request as they come.  Leaving it early, by `close` or by collection, cancels the request."""
 
-    def __init__(self, runtime: _Runtime, request: GenerationRequest) -> None:
+    def __init__(self, runtime: Runtime, request: GenerationRequest) -> None:
         self._runtime = runtime
         self._reader = DeltaReader()
         self._ready: list[Delta] = []
@@ -290,79 +285,3 @@ class DeltaStream(Iterator[Delta]):
 
 async def _open(scheduler: Scheduler, request: GenerationRequest) -> Stream:
     return scheduler.generate(request)
-
-
-class _Runtime:
-    """One event loop in a thread of its own, with a scheduler on it; any thread may call."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self._loop = asyncio.new_event_loop()
-        self._open = True
-        self._process = os.getpid()
-        self._lock = threading.Lock()  # between "is it open" and "hand it over"
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tinyloop-model", daemon=True)
-        self._thread.start()
-        self.run(scheduler.start)
-
-    def check_open(self) -> None:
-        if not self._open:
-            raise ModelClosed()
-        if self._is_inherited:
-            raise ModelClosed("model was made before this process was forked; construct a new Model")
-
-    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of the coroutine that `work` makes, run on the loop; the calling thread waits."""
-        with self._lock:
-            self.check_open()
-            future = asyncio.run_coroutine_threadsafe(work(), self._loop)
-        try:
-            return future.result()
-        except BaseException:  # KeyboardInterrupt in the waiting thread: the request leaves the batch
-            future.cancel()
-            raise
-
-    def release(self, uid: str) -> None:
-        """A handle was collected.  From any thread, at any time."""
-        self._post(lambda: self.scheduler.release_prefix(uid))
-
-    def leave(self, stream: Stream) -> None:
-        """A stream is not read any more."""
-        self._post(stream.leave)
-
-    def close(self) -> None:
-        """From any thread but the loop's and the engine's."""
-        if self._is_inherited:
-            return
-        with self._lock:
-            if not self._open:
-                return
-            self._open = False
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _shut_down(self) -> None:
-        await self.scheduler.close()
-        calls = asyncio.all_tasks() - {asyncio.current_task()}
-        if calls:  # each ends with ModelClosed; its thread gets that
-            await asyncio.wait(calls, timeout=CLOSE_WAIT_S)
-
-    @property
-    def _is_inherited(self) -> bool:
-        """This process was forked from the one that has the threads."""
-        return os.getpid() != self._process
-
-    def _post(self, call: Callable[[], object]) -> None:
-        if self._open and not self._is_inherited:
-            with suppress(RuntimeError):  # the loop was closed just now
-                self._loop.call_soon_threadsafe(call)
-
-
-def _close_elsewhere(runtime: _Runtime) -> None:
-    """A Model was collected, by whatever thread: it may be one that the close has to wait for."""
-    if threading.main_thread().is_alive():
-        threading.Thread(target=runtime.close, name="tinyloop-close").start()
-    else:  # the interpreter ends, and starts no threads
-        runtime.close()
