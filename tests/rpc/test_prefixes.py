@@ -225,6 +225,26 @@ async def test_a_request_id_makes_a_create_idempotent(served: Served) -> None:
     assert field_of(error) == "request_id"
 
 
+async def test_a_repeated_create_undoes_nothing(served: Served) -> None:
+    request = p.CreatePrefixRequest(prefix_id="p", input=ids(1, 2, 3), request_id=str(uuid.uuid4()))
+    await served.prefixes.CreatePrefix(request)
+    mask = FieldMask(paths=["pinned", "ttl"])
+    changed = await served.prefixes.UpdatePrefix(
+        p.UpdatePrefixRequest(
+            prefix=p.Prefix(name="prefixes/p", pinned=True, ttl=Duration(seconds=900)), update_mask=mask
+        )
+    )
+    assert await served.prefixes.CreatePrefix(request) == changed  # etag, pin and expiry as they are now
+    await served.prefixes.DeletePrefix(p.DeletePrefixRequest(name="prefixes/p"))
+    error = await refusal(served.prefixes.CreatePrefix(request))
+    assert reason_of(error) == ("NOT_FOUND", "PREFIX_NOT_FOUND")
+    again = p.CreatePrefixRequest(prefix_id="p", input=ids(1, 2, 3), request_id=str(uuid.uuid4()))
+    made = await served.prefixes.CreatePrefix(again)
+    assert made.uid != changed.uid
+    error = await refusal(served.prefixes.CreatePrefix(request))  # the name is another prefix's now
+    assert reason_of(error) == ("NOT_FOUND", "PREFIX_NOT_FOUND") and "new request_id" in error.details()
+
+
 async def test_validate_only_checks_and_does_nothing(served: Served) -> None:
     checked = await served.prefixes.CreatePrefix(
         p.CreatePrefixRequest(prefix_id="p", input=ids(*PROMPT), validate_only=True)

@@ -68,13 +68,16 @@ def generate(
       tinyloop generate "In the beginning"
       tinyloop generate --prefix rag " What is a page?" --max-tokens 100
       tinyloop generate --prefix rag --file question.txt --temperature 0.8 --seed 7 -n 3
-      tinyloop generate --tokens 17,4,256 --ids --json
+      tinyloop generate --tokens 17,4,256 --ids
+      tinyloop generate "In the beginning" --logprobs 3 --json
     """
     content = read_input(text, file, tokens)
     if content is None and prefix is None:
         raise click.UsageError("nothing to start from; give TEXT, --file or --tokens, or a --prefix")
     if ids and as_json:
         raise click.UsageError("--json has the ids already; leave --ids out")
+    if parameters["logprobs"] and not as_json:
+        raise click.UsageError("log-probabilities are printed with --json only; add it")
     parameters["stop_sequences"] = (*stop, *stop_tokens)
     start = {"prompt": content} if prefix is None else {"prefix": prefix, "suffix": () if content is None else content}
     with Client(target, timeout=timeout) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import click
@@ -49,6 +50,7 @@ def _status(arguments: list[str] | None) -> int:
         result = group.main(args=arguments, prog_name="tinyloop", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except (click.Abort, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))  # a second one does not wait for gRPC's threads
         return INTERRUPTED
     except click.ClickException as error:  # usage errors among them, which print how to get help
         error.show()
@@ -56,6 +58,16 @@ def _status(arguments: list[str] | None) -> int:
     except BrokenPipeError:  # `tinyloop ... | head`: whoever read is content
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (TinyLoopError, OSError, ValueError) as error:
+    except OSError as error:
+        output.print_error(_file_trouble(error))
+        return 1
+    except (TinyLoopError, ValueError) as error:
         output.print_error(f"{error}{_WAY_OUT if type(error) is Unavailable else ''}")
         return 1
+
+
+def _file_trouble(error: OSError) -> str:
+    """What the system said, without its number."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}; check the path"

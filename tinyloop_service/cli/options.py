@@ -125,4 +125,5 @@ def read_input(text: str | None, file: Path | None, tokens: TokenIds | None) -> 
     try:
         return (sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise click.UsageError(f"cannot read {file}: {error}") from None
+        what = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise click.UsageError(f"{file}: {what}") from None

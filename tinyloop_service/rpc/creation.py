@@ -1,21 +1,21 @@
 """Making prefixes, for CreatePrefix and for a Generate that creates what is missing.
 
-Idempotency keys: a key stands for the prefix id of its first request, so that a repeated request meets the prefix that
-the first one made or is still making; the scheduler does no work twice for one name and content.  The last
-`MAX_KEYS` keys are remembered, by this process.
+Idempotency keys: a key stands for the prefix id of its first request, and once that was answered for the prefix itself.
+A repeated request joins the build, or gets the prefix as it is now: later changes stay, and what was deleted stays
+deleted.  The last `MAX_KEYS` keys are remembered, by this process.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.errors import InvalidArgument, PrefixNotFound
 from tinyloop_service.pb import prefix_pb2
 from tinyloop_service.rpc.backend import TENANT, Backend
 from tinyloop_service.rpc.convert_prefix import Creation, new_prefix_id, read_creation
-from tinyloop_service.types import PrefixDefinition, PrefixInfo
+from tinyloop_service.types import PrefixDefinition, PrefixInfo, PrefixState
 
 MAX_KEYS = 10_000
 
@@ -29,12 +29,21 @@ class Order:
     creation: Creation
 
 
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The first request with a key."""
+
+    digest: bytes
+    name: str
+    uid: str | None  # of the prefix it was answered with
+
+
 class PrefixCreator:
     """One per server: it holds the idempotency keys."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._keys: OrderedDict[str, tuple[bytes, str]] = OrderedDict()  # request_id → (digest of the request, name)
+        self._keys: OrderedDict[str, _First] = OrderedDict()  # by request_id
 
     async def read(self, message: prefix_pb2.CreatePrefixRequest) -> Order:
         """Check and tokenise; no work is done yet."""
@@ -60,15 +69,33 @@ class PrefixCreator:
     async def create(self, order: Order) -> PrefixInfo:
         """Build it, or join who builds it; with build_async, only see to it that it is built."""
         creation, scheduler = order.creation, self._backend.scheduler
-        return await scheduler.create_prefix(
+        made = self._made_before(order)
+        if made is not None and made.state is PrefixState.READY:
+            return made
+        info = await scheduler.create_prefix(
             order.definition,
             tenant=TENANT,
             name=order.name,
-            expire_time_ns=creation.expiration.at(scheduler.now_ns()),
-            pinned=creation.pinned,
+            expire_time_ns=made.expire_time_ns if made else creation.expiration.at(scheduler.now_ns()),
+            pinned=made.pinned if made else creation.pinned,
             wait=not creation.build_async,
             detached=creation.build_async,
         )
+        if (first := self._keys.get(creation.request_id)) is not None:
+            self._keys[creation.request_id] = replace(first, uid=info.uid)
+        return info
+
+    def _made_before(self, order: Order) -> PrefixInfo | None:
+        """The prefix that the first request with the same key was answered with.  PrefixNotFound if it is gone."""
+        first = self._keys.get(order.creation.request_id)
+        if first is None or first.uid is None:
+            return None
+        info = self._backend.scheduler.get_prefix(order.name, tenant=TENANT)
+        if info.uid != first.uid:
+            raise PrefixNotFound(
+                f"the prefix {order.name!r} of this request_id is gone; to make one, use a new request_id"
+            )
+        return info
 
     def _name(self, creation: Creation, message: prefix_pb2.CreatePrefixRequest) -> str:
         """The id asked for, that of the first request with the same key, or a new one."""
@@ -76,9 +103,9 @@ class PrefixCreator:
         if not creation.request_id or creation.validate_only:
             return name
         digest = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
-        first_digest, first_name = self._keys.setdefault(creation.request_id, (digest, name))
-        if first_digest != digest:
+        first = self._keys.setdefault(creation.request_id, _First(digest, name, None))
+        if first.digest != digest:
             raise InvalidArgument("request_id", "was used for another request; make a new one for each request")
         if len(self._keys) > MAX_KEYS:
             self._keys.popitem(last=False)
-        return first_name
+        return first.name
