@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cpu_driver import GREEDY, Drawn, Driver, Held, engine_of
 
+from tinyloop_service.engine.cpu import decoding
 from tinyloop_service.engine.cpu.engine import MAX_ROWS
 from tinyloop_service.engine.spec import SIZES, Quant
 from tinyloop_service.types import Sampling
@@ -117,6 +118,33 @@ def test_a_row_may_pause(driver: Driver) -> None:
     driver.close(paused, other, prefix)
 
 
+@pytest.mark.parametrize("window", [0, 100])
+def test_own_splits_of_many_rows(driver: Driver, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    """Rows off one parent with 0 to 4 own whole splits, some of them behind the window, some put away in blocks.
+
+    They join one after the other, pause in turn, fill splits at different times, and leave when they are done.
+    """
+    prefix = driver.prefix(TOKENS[:100], window=window)
+    suffixes = [TOKENS[100 : 100 + n] for n in (0, 28, 60, 92, 160, 250)]
+    steps, at_once = 70, 5
+    alone = [driver.alone(prefix, suffix, steps, window=window) for suffix in suffixes]
+    for block in (decoding.BLOCK_SPLITS, 2, 1):
+        monkeypatch.setattr(decoding, "BLOCK_SPLITS", block)
+        rows = [driver.request(prefix, suffix, window=window) for suffix in suffixes]
+        missing = dict.fromkeys(range(len(rows)), steps)
+        for turn in range(2 * steps):
+            now = [i for i in missing if turn >= i and (turn + i) % 3]
+            driver.decode([rows[i] for i in now], at_once)
+            for i in now:
+                missing[i] -= at_once
+                if not missing[i]:
+                    del missing[i]
+                    assert driver.drawn[rows[i].id] == alone[i], f"{len(suffixes[i])} tokens, blocks of {block}"
+                    driver.close(rows[i])
+        assert not missing
+    driver.close(prefix)
+
+
 def test_any_mix_in_one_plan(any_driver: Driver) -> None:
     """Several prefixes, depths, windows and no prefix at all, with a prompt being built in the same pass."""
     driver = any_driver
@@ -144,11 +172,16 @@ def test_any_mix_in_one_plan(any_driver: Driver) -> None:
     driver.close(*rows, build, expected, *prefixes)
 
 
-def test_many_prompts_in_one_plan(driver: Driver) -> None:
-    prefix = driver.prefix(TOKENS[:90])
-    suffixes = [TOKENS[100 + i : 101 + 2 * i] for i in range(9)]
-    alone = [driver.alone(prefix, suffix, 2, sampling=hot(i)) for i, suffix in enumerate(suffixes)]
-    rows = [driver.open(prefix, sampling=hot(i), prompt=suffix) for i, suffix in enumerate(suffixes)]
+@pytest.mark.parametrize("window", [0, 65])
+def test_many_prompts_in_one_plan(driver: Driver, window: int) -> None:
+    """In two chunks each, so that the second ones begin with different numbers of own splits."""
+    prefix = driver.prefix(TOKENS[:90], window=window)
+    suffixes = [TOKENS[100 + i : 102 + 20 * i] for i in range(9)]
+    alone = [driver.alone(prefix, suffix, 2, sampling=hot(i), window=window) for i, suffix in enumerate(suffixes)]
+    rows = [driver.open(prefix, sampling=hot(i), prompt=suffix, window=window) for i, suffix in enumerate(suffixes)]
+    driver.step(
+        prefill=tuple(driver.chunk(held, len(suffix) // 2) for held, suffix in zip(rows, suffixes, strict=True))
+    )
     driver.step(prefill=tuple(driver.chunk(held, len(held.tokens) - held.length) for held in rows))
     driver.decode(rows, 2)
     assert [driver.drawn[held.id] for held in rows] == alone

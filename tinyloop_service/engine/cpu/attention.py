@@ -12,7 +12,7 @@ rows of a prefix, and each row goes on alone.  (A split more than 2^100 below th
 Three kernels, each in a variant that starts a state and one that goes on with it:
     fold     n rows × the same whole splits                      → state
     finish   n rows × one split that all of them see, masked     → result     (a prompt's own split)
-    tail     n rows × one split each, its own, masked            → result     (a decoded row's own split)
+    own      n rows × f splits each, its own, masked             → result     (a decoded row's own splits)
 A masked fold serves sliding windows.  Masks are added: 0 or a large finite negative (−inf would make a wholly masked
 split NaN); its weight underflows to an exact zero.
 
@@ -80,20 +80,20 @@ class AttentionKernels:
         """q, k and v [1, G, t, D], mask [1, 1, 1, n, t], state? → a [n, H·D]."""
         return self._get("finish", going_on, True)
 
-    def tail(self, *, going_on: bool) -> Kernel:
-        """q, k and v [n, G, t, D], mask [n, 1, 1, t], state? → a [n, H·D]."""
-        return self._get("tail", going_on, True)
+    def own(self, *, going_on: bool) -> Kernel:
+        """q, k and v [n, f, G, t, D], mask [n, f, 1, 1, t], state? → a [n, H·D]."""
+        return self._get("own", going_on, True)
 
     def _get(self, kind: str, going_on: bool, masked: bool) -> Kernel:
         key = (kind, going_on, masked)
         if key not in self._built:
             graph = _AttentionGraph(self._spec, going_on, masked)
-            self._built[key] = graph.tail() if kind == "tail" else graph.shared(finish=kind == "finish")
+            self._built[key] = graph.own() if kind == "own" else graph.shared(finish=kind == "finish")
         return self._built[key]
 
 
 class _AttentionGraph:
-    """One graph in the making.  Inside, shared splits work on [f, H, n, …], tails on [n, H, …]."""
+    """One graph in the making.  Inside, shared splits work on [f, H, n, …], own ones on [n, f, H, …]."""
 
     def __init__(self, spec: ModelSpec, going_on: bool, masked: bool) -> None:
         self.spec, self.going_on, self.masked, self.g = spec, going_on, masked, GraphBuilder()
@@ -121,18 +121,9 @@ class _AttentionGraph:
         if mask is not None:
             split_rows = g.reshape(scores, 0, groups, heads // groups, -1, PAGE_TOKENS)
             scores = g.reshape(g.op("Add", split_rows, mask), 0, groups, -1, PAGE_TOKENS)
-        softmax, weights, exponent = self._weigh(scores)
-        top = g.reduce("ReduceMax", exponent, 0)  # [1, G, H/G·n, 1]: the state's axes are its last three
-        state = self._state_in(lambda x, width: g.reshape(g.transpose(x, 1, 0, 2), 1, groups, -1, width))
-        if state is not None:
-            top = g.op("Max", top, state[2])
-        weights = g.op("Mul", weights, self._power(g.op("Sub", top, exponent)))
-        terms = self._mix(g.op("Mul", softmax, weights), v)  # [f, G, H/G·n, D]
-        if state is not None:
-            faded = self._power(g.op("Sub", top, state[2]))
-            terms = g.op("Concat", g.op("Mul", state[0], faded), terms, axis=0)
-            weights = g.op("Concat", g.op("Mul", state[1], faded), weights, axis=0)
-        acc, den = self._sum_splits(terms), self._sum_splits(weights)
+        acc, den, top = self._accumulate(
+            scores, v, 0, lambda x, width: g.reshape(g.transpose(x, 1, 0, 2), 1, groups, -1, width)
+        )
         rows_first = [
             g.transpose(g.reshape(x, heads, -1, width), 1, 0, 2) for x, width in ((acc, dim), (den, 1), (top, 1))
         ]
@@ -142,23 +133,38 @@ class _AttentionGraph:
             self._state_out(rows_first)
         return g.build()
 
-    def tail(self) -> Kernel:
+    def own(self) -> Kernel:
         spec, g = self.spec, self.g
         heads, groups, dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
-        q = g.reshape(g.input("q", F32, ["n", heads, dim]), -1, groups, heads // groups, dim)
-        k, v = (g.input(name, F32, ["n", groups, "t", dim]) for name in "kv")
-        mask = g.input("mask", F32, ["n", 1, 1, "t"])
-        softmax, weights, exponent = self._weigh(g.op("Add", self._scores(q, k), mask))  # [n, G, H/G, t]
-        state = self._state_in(lambda x, width: g.reshape(x, -1, groups, heads // groups, width))
-        top = exponent if state is None else g.op("Max", exponent, state[2])
-        den = g.op("Mul", weights, self._power(g.op("Sub", top, exponent)))
-        acc = self._mix(g.op("Mul", softmax, den), v)
-        if state is not None:
-            faded = self._power(g.op("Sub", top, state[2]))
-            acc = g.op("Add", g.op("Mul", state[0], faded), acc)
-            den = g.op("Add", g.op("Mul", state[1], faded), den)
+        q = g.reshape(g.input("q", F32, ["n", heads, dim]), -1, 1, groups, heads // groups, dim)
+        k, v = (g.input(name, F32, ["n", "f", groups, "t", dim]) for name in "kv")
+        mask = g.input("mask", F32, ["n", "f", 1, 1, "t"])
+        acc, den, _ = self._accumulate(
+            g.op("Add", self._scores(q, k), mask),  # [n, f, G, H/G, t]
+            v,
+            1,
+            lambda x, width: g.reshape(x, -1, 1, groups, heads // groups, width),
+        )
         self._finish(g.reshape(acc, -1, heads, dim), g.reshape(den, -1, heads, 1))
         return g.build()
+
+    def _accumulate(self, scores: str, v: str, axis: int, arrange: Callable[[str, int], str]) -> tuple[str, str, str]:
+        """acc, den and E after the splits, which lie on `axis` of the scores; `arrange` gives a state one like it."""
+        g = self.g
+        softmax, weights, exponent = self._weigh(scores)
+        top = g.reduce("ReduceMax", exponent, axis)
+        state = self._state_in(arrange)
+        if state is not None:
+            top = g.op("Max", top, state[2])
+        weights = g.op("Mul", weights, self._power(g.op("Sub", top, exponent)))
+        terms = self._mix(g.op("Mul", softmax, weights), v)
+        if state is not None:
+            faded = self._power(g.op("Sub", top, state[2]))
+            terms = g.op("Concat", g.op("Mul", state[0], faded), terms, axis=axis)
+            weights = g.op("Concat", g.op("Mul", state[1], faded), weights, axis=axis)
+        if axis:
+            terms, weights = (g.transpose(x, 1, 0, 2, 3, 4) for x in (terms, weights))
+        return self._sum_splits(terms), self._sum_splits(weights), top
 
     def _scores(self, q: str, k: str) -> str:
         return self.g.contrib("FusedMatMul", q, k, transB=1, alpha=self.spec.head_dim**-0.5)

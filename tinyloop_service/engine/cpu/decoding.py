@@ -1,11 +1,12 @@
 """The decoding rows off one parent as rows of a forward pass.
 
-    splits      0 ………… parent's last whole        own whole splits              the split being filled
-    held by     tracks of the chain of parents    each row's own track          a TailArena of all rows
-    attention   folded once for all rows          folded row by row             all rows in one call
+    splits      0 ………… parent's last whole        own, in blocks of 16         the last 1 … 16 own, one being filled
+    held by     tracks of the chain of parents    each row's own track         an Arena of rows with the same stretch
+    attention   folded once for all rows          folded row by row            one call for each arena
 
-A tail is read at 32 positions while they suffice, then at 64, so there are two arenas; rows move from the first to the
-second, and out to their own track when a split is full.  Rows stand in the order of the arenas' slots.
+A row begins with half a split, which is read faster than a whole one, and moves on to another arena when that is full,
+when a split is, and when its window has passed one.  Its stretch is put into its track when it has 16 full splits.
+Rows stand in the order of the arenas and their slots.
 
 In: which sequences take part in the next step.  Out: the steps of `rows.Run`, which stay valid while `revision` does.
 """
@@ -13,18 +14,21 @@ In: which sequences take part in the next step.  Out: the steps of `rows.Run`, w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS, SequenceId
-from tinyloop_service.engine.cpu.attention import MASKED, AttentionKernels
-from tinyloop_service.engine.cpu.memory import TAIL_SIZES, SplitRange, TailArena
-from tinyloop_service.engine.cpu.rows import Fold, RowArrays, Step, fold_steps, folds_over
+from tinyloop_service.engine.cpu.attention import AttentionKernels
+from tinyloop_service.engine.cpu.memory import HALF_SPLIT, Arena, SplitRange, Stretch
+from tinyloop_service.engine.cpu.rows import Fold, RowArrays, Step, fold_steps, folds_over, hidden
 from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.cpu.sequences import Sequence, SequenceTable, inherited_ranges, inherited_split
 from tinyloop_service.engine.spec import ModelSpec
+
+BLOCK_SPLITS = 16  # the most that an arena holds of a row
+KV = tuple[Array, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,19 @@ class GroupKey:
         return cls(None if parent is None else parent.id, sequence.loops, sequence.window)
 
 
+def _stretch(sequence: Sequence) -> Stretch:
+    """What the arena of a row holds when its next token comes to lie at `length`."""
+    split, offset = divmod(sequence.length, PAGE_TOKENS)
+    own = sequence.first_split
+    first = max(split - (split - own) % BLOCK_SPLITS, sequence.first_visible(sequence.length))
+    return Stretch(first, split + 1, HALF_SPLIT if first == split and offset < HALF_SPLIT else PAGE_TOKENS)
+
+
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """What the steps were bound for; another layout needs other steps."""
 
-    rows: tuple[SequenceId, ...]
-    splits: tuple[int, ...]  # the split each row is filling
-    tails: tuple[int, ...]  # rows in each arena
+    arenas: tuple[tuple[Stretch, tuple[SequenceId, ...]], ...]
     visible: int  # the first split that any row reads
 
 
@@ -56,15 +66,15 @@ class DecodeGroup:
 
     def __init__(self, spec: ModelSpec, kernels: AttentionKernels, table: SequenceTable, key: GroupKey) -> None:
         self._spec, self._kernels, self._table, self.key = spec, kernels, table, key
-        layers = spec.cache_layers(key.loops)
-        self._arenas = [TailArena(spec, layers, size) for size in TAIL_SIZES]
+        self._layers = range(spec.cache_layers(key.loops))
+        self._arenas: dict[Stretch, Arena] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
         self._layout: _Layout | None = None
         self.revision = 0
 
     @property
     def num_rows(self) -> int:
-        return sum(len(arena.rows) for arena in self._arenas)
+        return len(self._sequences)
 
     @property
     def loops(self) -> int:
@@ -72,64 +82,61 @@ class DecodeGroup:
 
     @property
     def rows(self) -> list[Sequence]:
-        return [self._sequences[seq] for arena in self._arenas for seq in arena.rows]
+        return [self._sequences[seq] for arena in self._arenas.values() for seq in arena.rows]
 
     def expect(self, sequences: Iterable[Sequence]) -> None:
         """Make room for rows that are about to join."""
-        for arena, count in Counter(self._arena_at(s.length % PAGE_TOKENS) for s in sequences).items():
-            arena.reserve(count)
+        for stretch, count in Counter(map(_stretch, sequences)).items():
+            self._arena(stretch).reserve(count)
 
     def join(self, sequence: Sequence) -> None:
-        """Take a row in: its tail is copied from its track, or from its parent's if it has none."""
-        offset = sequence.length % PAGE_TOKENS
-        arena = self._arena_at(offset)
+        """Take a row in: its last splits are copied from its track, or from its parent's if it has none."""
+        stretch = _stretch(sequence)
+        arena = self._arena(stretch)
         slot = arena.append(sequence.id)
         self._sequences[sequence.id], self._layout = sequence, None
-        if not offset:
-            return
-        for layer in range(len(arena.keys)):
-            if sequence.track is not None:
-                source = sequence.track.split(layer, sequence.length // PAGE_TOKENS)
-            else:
-                source = inherited_split(sequence, layer)
-            for x, from_split in zip((arena.keys, arena.values), source, strict=True):
-                x[layer][slot, :, :offset] = from_split[:, :offset]
-        if sequence.track is not None and sequence.track.first == sequence.length // PAGE_TOKENS:
+        for layer in self._layers:
+            for split in range(stretch.first, -(-sequence.length // PAGE_TOKENS)):
+                if sequence.track is None:
+                    source = inherited_split(sequence, layer)
+                else:
+                    source = sequence.track.split(layer, split)
+                _copy(source, arena.split(layer, slot, split))
+        if sequence.track is not None and sequence.track.first >= stretch.first:
             sequence.track = None  # it held nothing else
 
     def leave(self, seq: SequenceId, *, keep: bool) -> None:
-        """Take a row out; `keep`: put its tail into its track, so that it can join again."""
-        arena = next(arena for arena in self._arenas if seq in arena.rows)
-        slot, sequence = arena.rows.index(seq), self._sequences[seq]
+        """Take a row out; `keep`: put its stretch into its track, so that it can join again."""
+        arena = next(arena for arena in self._arenas.values() if seq in arena.rows)
         if keep:
-            self._put_away(arena, slot, sequence)
-        arena.remove(slot)
+            self._put_away(arena, seq)
+        arena.remove(arena.rows.index(seq))
         self._layout = None
         del self._sequences[seq]
 
-    def _arena_at(self, offset: int) -> TailArena:
-        return next(arena for arena in self._arenas if offset < arena.size)
+    def _arena(self, stretch: Stretch) -> Arena:
+        if stretch not in self._arenas:
+            self._arenas[stretch] = Arena(self._spec, len(self._layers), stretch)
+        return self._arenas[stretch]
 
-    def _put_away(self, arena: TailArena, slot: int, sequence: Sequence) -> None:
-        """Copy a row's tail into its track."""
-        if sequence.length % PAGE_TOKENS == 0 and arena is self._arenas[0]:
-            return  # an empty tail: the full split before it was put away already
-        split, last_slot = divmod(sequence.length - 1, PAGE_TOKENS)
-        offset, track = last_slot + 1, self._table.grow_track(sequence, sequence.length)
-        for layer in range(len(arena.keys)):
-            keys, values = track.split(layer, split)
-            keys[:, :offset] = arena.keys[layer][slot, :, :offset]
-            values[:, :offset] = arena.values[layer][slot, :, :offset]
+    def _put_away(self, arena: Arena, seq: SequenceId) -> None:
+        """Copy a row's stretch into its track."""
+        sequence, slot = self._sequences[seq], arena.rows.index(seq)
+        track = self._table.grow_track(sequence, sequence.length)
+        splits = range(max(arena.stretch.first, track.first), -(-sequence.length // PAGE_TOKENS))
+        for layer in self._layers:
+            for split in splits:
+                _copy(arena.split(layer, slot, split), track.split(layer, split))
 
     def prepare(self) -> None:
-        """Move rows whose tails outgrew their arena; a new `revision` if steps must be bound again."""
-        self._widen_tails()
-        self._put_full_splits_away()
+        """Move rows to the arena of their stretch; a new `revision` if steps must be bound again."""
+        for arena in list(self._arenas.values()):
+            for seq in [s for s in arena.rows if _stretch(self._sequences[s]) != arena.stretch]:
+                self._move(seq, arena)
+        self._arenas = {stretch: arena for stretch, arena in self._arenas.items() if arena.rows}
         rows = self.rows
         layout = _Layout(
-            tuple(s.id for s in rows),
-            tuple(s.length // PAGE_TOKENS for s in rows),
-            tuple(len(arena.rows) for arena in self._arenas),
+            tuple((stretch, tuple(arena.rows)) for stretch, arena in self._arenas.items()),
             min(s.first_visible(s.length) for s in rows),
         )
         if layout != self._layout:
@@ -137,22 +144,17 @@ class DecodeGroup:
             self.revision += 1
             self._bind_shapes(rows)
 
-    def _widen_tails(self) -> None:
-        small, large = self._arenas
-        for seq in [s for s in small.rows if self._sequences[s].length % PAGE_TOKENS >= small.size]:
-            slot, target = small.rows.index(seq), large.append(seq)
-            for a, b in ((small.keys, large.keys), (small.values, large.values)):
-                for layer in range(len(a)):
-                    b[layer][target, :, : small.size] = a[layer][slot]
-            small.remove(slot)
-
-    def _put_full_splits_away(self) -> None:
-        small, large = self._arenas
-        for seq in [s for s in large.rows if self._sequences[s].length % PAGE_TOKENS == 0]:
-            slot, sequence = large.rows.index(seq), self._sequences[seq]
-            self._put_away(large, slot, sequence)
-            large.remove(slot)
-            small.append(seq)
+    def _move(self, seq: SequenceId, source: Arena) -> None:
+        sequence = self._sequences[seq]
+        target = self._arena(_stretch(sequence))
+        target.reserve(len(source.rows))  # the others will follow
+        if target.stretch.first > max(source.stretch.first, sequence.first_visible(sequence.length)):
+            self._put_away(source, seq)
+        slot, new_slot = source.rows.index(seq), target.append(seq)
+        for layer in self._layers:
+            for split in range(target.stretch.first, source.stretch.end):
+                _copy(source.split(layer, slot, split), target.split(layer, new_slot, split))
+        source.remove(slot)
 
     def _bind_shapes(self, rows: list[Sequence]) -> None:
         """Everything that depends on the layout and not on the layer."""
@@ -163,13 +165,13 @@ class DecodeGroup:
         self._shared = folds_over(shared, n, key.window)
         self._own = [self._own_folds(s) for s in rows]
         self._slots = np.empty(n, np.int64)
-        layers = range(self._spec.cache_layers(key.loops))
-        self._pages = np.array([[s.page(s.length // PAGE_TOKENS, layer) for s in rows] for layer in layers])
-        self._masks = [np.empty((len(arena.rows), 1, 1, arena.size), np.float32) for arena in self._arenas]
+        self._pages = np.array([[s.page(s.length // PAGE_TOKENS, layer) for s in rows] for layer in self._layers])
+        self._masks = [np.empty(arena.mask_shape, np.float32) for arena in self._arenas.values()]
 
     def _own_folds(self, sequence: Sequence) -> list[Fold]:
+        """Over the splits before the row's arena."""
         first = max(sequence.first_split, sequence.first_visible(sequence.length))
-        end = sequence.length // PAGE_TOKENS
+        end = _stretch(sequence).first
         if first >= end:
             return []
         assert sequence.track is not None, f"sequence {sequence.id} lost its whole splits"
@@ -185,13 +187,17 @@ class DecodeGroup:
         for i, folds in enumerate(self._own):
             for fold in folds:
                 fold.update(self._positions[i : i + 1], window)
+        for arena, at, mask in self._placed_arenas():
+            read = arena.positions  # (splits, 1, 1, size)
+            mask[:] = hidden(read, self._positions[at].reshape(-1, 1, 1, 1, 1), window)
+
+    def _placed_arenas(self) -> Iterator[tuple[Arena, slice, Array]]:
+        """Every arena, its range of rows, and its mask."""
         start = 0
-        for arena, mask in zip(self._arenas, self._masks, strict=True):
-            slots = self._slots[start : start + len(arena.rows), None]
-            at = np.arange(arena.size)
-            seen = (at <= slots) & (at > slots - window) if window else at <= slots
-            mask[:, 0, 0] = np.where(seen, np.float32(0), MASKED)
-            start += len(arena.rows)
+        for arena, mask in zip(self._arenas.values(), self._masks, strict=True):
+            end = start + len(arena.rows)
+            yield arena, slice(start, end), mask
+            start = end
 
     def attend(self, layer: int, rows: RowArrays) -> list[Step]:
         steps: list[Step] = [lambda: self._store(layer, rows)]
@@ -202,27 +208,26 @@ class DecodeGroup:
             going_on = True
         for i, folds in enumerate(self._own):
             steps += fold_steps(self._kernels, folds, layer, rows.rows(i, i + 1), going_on=going_on)
-        start = 0
-        for arena, mask in zip(self._arenas, self._masks, strict=True):
-            end = start + len(arena.rows)
-            if start < end:
-                steps.append(self._tail(layer, rows.rows(start, end), arena, mask, going_on=going_on))
-            start = end
+        for arena, at, mask in self._placed_arenas():
+            steps.append(self._arena_step(layer, rows.rows(at.start, at.stop), arena, mask, going_on=going_on))
         return steps
 
-    def _tail(self, layer: int, rows: RowArrays, arena: TailArena, mask: Array, *, going_on: bool) -> Step:
+    def _arena_step(self, layer: int, rows: RowArrays, arena: Arena, mask: Array, *, going_on: bool) -> Step:
         inputs = {"q": rows.q, "mask": mask, **arena.arrays(layer)}
         if going_on:
             inputs |= rows.state.named("_in")
-        return self._kernels.tail(going_on=going_on).bind(inputs, {"a": rows.a})
+        return self._kernels.own(going_on=going_on).bind(inputs, {"a": rows.a})
 
     def _store(self, layer: int, rows: RowArrays) -> None:
-        start = 0
-        for arena in self._arenas:
-            end = start + len(arena.rows)
-            if start < end:
-                at, slots = np.arange(end - start), self._slots[start:end]
-                arena.keys[layer][at, :, slots] = rows.kv32[start:end, 0]
-                arena.values[layer][at, :, slots] = rows.kv32[start:end, 1]
-            start = end
+        for arena, at, _ in self._placed_arenas():
+            rows_in, slots = np.arange(len(arena.rows)), self._slots[at]
+            arena.keys[layer][rows_in, -1, :, slots] = rows.kv32[at, 0]
+            arena.values[layer][rows_in, -1, :, slots] = rows.kv32[at, 1]
         self._table.pool.write_rows(self._pages[layer], self._slots, rows.kv16)
+
+
+def _copy(source: KV, target: KV) -> None:
+    """K and V of a split [G, t, D], as many positions as both have."""
+    for a, b in zip(source, target, strict=True):
+        size = min(a.shape[1], b.shape[1])
+        b[:, :size] = a[:, :size]

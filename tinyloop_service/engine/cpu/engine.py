@@ -16,7 +16,7 @@ from tinyloop_service.engine.api import PAGE_TOKENS, Limits, Plan, Prefill, RowO
 from tinyloop_service.engine.cpu.decoding import DecodeGroup, GroupKey
 from tinyloop_service.engine.cpu.memory import page_bytes
 from tinyloop_service.engine.cpu.model import Model, Pass
-from tinyloop_service.engine.cpu.prefill import PrefillRun
+from tinyloop_service.engine.cpu.prefill import Chunk, PrefillRun
 from tinyloop_service.engine.cpu.runtime import Array, use_threads
 from tinyloop_service.engine.cpu.sampling import RowSampler, sample
 from tinyloop_service.engine.cpu.sequences import Sequence, SequenceTable
@@ -102,12 +102,12 @@ class CpuEngine:
         self._change_sequences(plan)
         drawn = _Drawn()
         self._sample_first(plan.first, drawn)
-        runs = [self._prefill_run(prefill) for prefill in plan.prefill]
+        runs = self._prefill_runs(plan.prefill)
         self._seat(plan.decode)
         if runs or plan.decode:
-            self._advance(runs, [prefill.last for prefill in plan.prefill], drawn)
+            self._advance(runs, drawn)
         for _ in range(plan.num_steps - 1 if plan.decode else 0):
-            self._advance([], [], drawn)
+            self._advance([], drawn)
         for drop in plan.drop:
             self._table.drop(drop.seq, drop.first_block)
         return drawn.result()
@@ -130,11 +130,15 @@ class CpuEngine:
         for seq in plan.activate:
             self._table.activate(seq)
 
-    def _prefill_run(self, prefill: Prefill) -> PrefillRun:
-        sequence = self._table[prefill.seq]
-        assert prefill.start == sequence.length, f"sequence {prefill.seq} has {sequence.length} tokens"
-        track = self._table.grow_track(sequence, sequence.length + len(prefill.tokens))
-        return PrefillRun(self._model.attention, self._table.pool, sequence, track, prefill.tokens)
+    def _prefill_runs(self, prefills: Iterable[Prefill]) -> list[PrefillRun]:
+        chunks: dict[GroupKey, list[Chunk]] = {}
+        for prefill in prefills:
+            sequence = self._table[prefill.seq]
+            assert prefill.start == sequence.length, f"sequence {prefill.seq} has {sequence.length} tokens"
+            track = self._table.grow_track(sequence, sequence.length + len(prefill.tokens))
+            chunk = Chunk(sequence, track, prefill.tokens, prefill.last)
+            chunks.setdefault(GroupKey.of(sequence), []).append(chunk)
+        return [PrefillRun(self._model.attention, self._table.pool, alike) for alike in chunks.values()]
 
     def _seat(self, rows: Iterable[SequenceId]) -> None:
         """Exactly `rows` take part in the next decode step."""
@@ -164,7 +168,7 @@ class CpuEngine:
             if not group.num_rows:
                 del self._groups[group.key]
 
-    def _advance(self, prefills: list[PrefillRun], last: list[bool], drawn: _Drawn) -> None:
+    def _advance(self, prefills: list[PrefillRun], drawn: _Drawn) -> None:
         """One forward pass of `prefills` and every seated row, and what is drawn from it."""
         groups = list(self._groups.values())
         for group in groups:
@@ -173,10 +177,11 @@ class CpuEngine:
         self._model.run(forward)
         places = {id(placed.run): placed for placed in forward.placed}
         takers: list[tuple[Sequence, int]] = []  # who wants logits, and their row
-        for run, ends in zip(prefills, last, strict=True):
-            run.sequence.length += run.num_rows
-            if ends:
-                takers.append((run.sequence, places[id(run)].end - 1))
+        for run in prefills:
+            for chunk, end in zip(run.chunks, run.ends, strict=True):
+                chunk.sequence.length += len(chunk.tokens)
+                if chunk.last:
+                    takers.append((chunk.sequence, places[id(run)].start + end - 1))
         for group in groups:
             first = places[id(group)].start
             for i, sequence in enumerate(group.rows):

@@ -2,9 +2,9 @@
 
     PagePool    fp16, the truth: page = [K or V, G, 64 tokens, D], one cache layer of one 64-token stretch
     Track       float32, contiguous over splits: what a sequence owns, per layer K and V [splits, G, 64, D]
-    TailArena   float32, contiguous over rows: the split each decoding row is filling, per layer [rows, G, t, D]
+    Arena       float32, contiguous over rows: the last own splits of decoding rows, per layer [rows, splits, G, t, D]
 
-Every value in a Track or a TailArena is the fp16 value of a page, widened.  float32 is only the faster form to read:
+Every value in a Track or an Arena is the fp16 value of a page, widened.  float32 is only the faster form to read:
 ONNX Runtime widens fp16 more slowly than it reads twice the bytes.  Refuses to know about sequences and attention.
 """
 
@@ -20,7 +20,7 @@ from tinyloop_service.engine.api import PAGE_TOKENS, Block
 from tinyloop_service.engine.cpu.runtime import F16, F32, Array, GraphBuilder, Kernel
 from tinyloop_service.engine.spec import ModelSpec
 
-TAIL_SIZES = (PAGE_TOKENS // 2, PAGE_TOKENS)  # half a split is read until it is full: zeros beyond change no bit
+HALF_SPLIT = PAGE_TOKENS // 2  # zeros beyond change no bit
 
 
 class PagePool:
@@ -142,21 +142,41 @@ class Track:
         return self.keys[layer][index - self.first], self.values[layer][index - self.first]
 
 
-class TailArena:
-    """One split of `size` positions for each row of a group; rows are dense: the last one fills a gap."""
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Splits first … end−1, absolute, of which the first `size` positions are held: 64, or fewer of a single split."""
 
-    def __init__(self, spec: ModelSpec, num_layers: int, size: int) -> None:
-        self._spec, self.size = spec, size
+    first: int
+    end: int
+    size: int
+
+
+class Arena:
+    """The same stretch of each of many rows; rows are dense: the last one fills a gap."""
+
+    def __init__(self, spec: ModelSpec, num_layers: int, stretch: Stretch) -> None:
+        self._spec, self.stretch = spec, stretch
         self.rows: list[int] = []  # sequence ids, by slot
         self.keys: list[Array] = [self._zeros(0) for _ in range(num_layers)]
         self.values: list[Array] = [self._zeros(0) for _ in range(num_layers)]
         self._touched = 0  # slots from here on are zero still
 
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        return (len(self.rows), *self.positions.shape)
+
+    @property
+    def positions(self) -> Array:
+        """(splits, 1, 1, size), absolute."""
+        splits = np.arange(self.stretch.first, self.stretch.end).reshape(-1, 1, 1, 1)
+        return splits * PAGE_TOKENS + np.arange(self.stretch.size)
+
     def _zeros(self, rows: int) -> Array:
-        return np.zeros((rows, self._spec.n_kv_heads, self.size, self._spec.head_dim), np.float32)
+        splits, size = self.stretch.end - self.stretch.first, self.stretch.size
+        return np.zeros((rows, splits, self._spec.n_kv_heads, size, self._spec.head_dim), np.float32)
 
     def reserve(self, more: int) -> None:
-        """Room for `more` further rows, in one move."""
+        """Room for `more` further rows, in one move; memory is committed as they come."""
         held, used = len(self.keys[0]), len(self.rows)
         if used + more <= held:
             return
@@ -189,3 +209,8 @@ class TailArena:
     def arrays(self, layer: int) -> dict[str, Array]:
         n = len(self.rows)
         return {"k": self.keys[layer][:n], "v": self.values[layer][:n]}
+
+    def split(self, layer: int, slot: int, index: int) -> tuple[Array, Array]:
+        """K and V [G, size, D] of one absolute split of a row; views."""
+        at = slot, index - self.stretch.first
+        return self.keys[layer][at], self.values[layer][at]

@@ -1,7 +1,7 @@
 """The rows of a forward pass, and what a run of rows has to offer to take part in one.
 
-A pass is a matrix of rows.  The linears see only the matrix; a *run* is a range of its rows that attend alike: a chunk
-of one prompt (`prefill.py`) or the decoding rows off one parent (`decoding.py`).
+A pass is a matrix of rows.  The linears see only the matrix; a *run* is a range of its rows that attend alike: chunks
+of prompts off one parent (`prefill.py`) or the decoding rows off one parent (`decoding.py`).
 """
 
 from __future__ import annotations
@@ -70,6 +70,12 @@ class Run(Protocol):
         ...
 
 
+def hidden(at: Array, reader: Array, window: int) -> Array:
+    """What to add to the scores of positions `at` for tokens at positions `reader`, which broadcast."""
+    seen = (at <= reader) & (at > reader - window) if window else at <= reader
+    return np.where(seen, np.float32(0), MASKED)
+
+
 @dataclass(frozen=True, slots=True)
 class Fold:
     """A range of splits that every row of a run reads; `mask` where a window hides some from some."""
@@ -80,8 +86,7 @@ class Fold:
     def update(self, positions: Array, window: int) -> None:
         if self.mask is not None:
             at = np.arange(self.splits.first * PAGE_TOKENS, self.splits.end * PAGE_TOKENS).reshape(-1, 1, PAGE_TOKENS)
-            p = positions[:, None]
-            self.mask[:, 0, 0] = np.where((at <= p) & (at > p - window), np.float32(0), MASKED)
+            self.mask[:, 0, 0] = hidden(at, positions[:, None], window)
 
 
 def folds_over(ranges: Iterable[SplitRange], rows: int, window: int) -> list[Fold]:

@@ -5,7 +5,7 @@ model's own kernels on random rows:
 
     linears      rows of a matrix of 2, 4, 6, … rows against the same rows of a large one.  Where small counts differ,
                  counts are padded to multiples of 4, 8, 16 instead
-    attention    one row against many; one fold against two; half a tail against a whole one; the decoding kernel
+    attention    one row against many; one fold against two; half a split against a whole one; the decoding kernel
                  against the prompt's; a mask that hides nothing against none; a hidden split against a missing one
 
 In: kernels.  Out: the row multiple to pad to, or an EngineFault that says which promise this processor breaks.
@@ -19,7 +19,7 @@ import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS
 from tinyloop_service.engine.cpu.attention import MASKED, AttentionKernels, FoldState
-from tinyloop_service.engine.cpu.memory import TAIL_SIZES
+from tinyloop_service.engine.cpu.memory import HALF_SPLIT
 from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.errors import EngineFault
@@ -83,18 +83,24 @@ class _AttentionCheck:
         yield "hidden splits", _equal(hidden, missing)
         clear = FoldState.empty(self.rows, self.spec)
         yield "a fold on top of nothing", _equal(self.fold(everyone, 0, end, clear), self.whole)
-        yield from self._tails()
+        yield from self._own_splits()
 
-    def _tails(self) -> Iterable[tuple[str, bool]]:
-        last = np.arange(self.rows) * 3  # the position each row is at: all in the first half
-        full = self._tail(self.rows, TAIL_SIZES[-1], last)
-        yield "half a tail", np.array_equal(self._tail(self.rows, TAIL_SIZES[0], last), full)
-        yield "one row's tail", np.array_equal(self._tail(1, TAIL_SIZES[-1], last), full[:1])
+    def _own_splits(self) -> Iterable[tuple[str, bool]]:
+        """Decoding rows after the shared splits: each at a position of its own, all in the first half of a split."""
+        last, everyone, end = np.arange(self.rows) * 3, slice(None), self.splits
+        full = self._own(last, end - 1, PAGE_TOKENS, self.whole)
+        yield "half a split", np.array_equal(self._own(last, end - 1, HALF_SPLIT, self.whole), full)
+        yield "one row's own split", np.array_equal(self._own(last[:1], end - 1, PAGE_TOKENS, self.whole), full[:1])
         mask = _causal(last, PAGE_TOKENS)[None, None, None]
         a = np.empty_like(full)
-        inputs = {"q": self.q, "k": self.k[:1], "v": self.v[:1], "mask": mask, **self.whole.named("_in")}
+        inputs = {"q": self.q, "k": self.k[-1:], "v": self.v[-1:], "mask": mask, **self.whole.named("_in")}
         self.kernels.finish(going_on=True).run(inputs, {"a": a})
         yield "a token decoded or prefilled", np.array_equal(a, full)
+        apart = self._own(last, end - 1, PAGE_TOKENS, self.fold(everyone, 0, end - 1, None))
+        for first in (0, 2):
+            state = self.fold(everyone, 0, first, None) if first else None
+            together = self._own(last, first, PAGE_TOKENS, state)
+            yield f"the last {end - first} splits a row's own, or the last one only", np.array_equal(together, apart)
 
     def fold(self, rows: slice, first: int, end: int, state: FoldState | None, mask: Array | None = None) -> FoldState:
         q = self.q[rows]
@@ -107,12 +113,17 @@ class _AttentionCheck:
         self.kernels.fold(going_on=state is not None, masked=mask is not None).run(inputs, out.named(""))
         return out
 
-    def _tail(self, rows: int, size: int, last: Array) -> Array:
-        k, v = (np.repeat(x[:1, :, :size], rows, axis=0) for x in (self.k, self.v))
-        mask = _causal(last[:rows], size)[:, None, None]
-        a = np.empty((rows, self.spec.q_dim), np.float32)
-        inputs = {"q": self.q[:rows], "k": k, "v": v, "mask": mask, **self.whole.rows(0, rows).named("_in")}
-        self.kernels.tail(going_on=True).run(inputs, {"a": a})
+    def _own(self, last: Array, first: int, size: int, state: FoldState | None) -> Array:
+        """Splits `first` to the end as every row's own, the last one up to position `last` of `size`."""
+        n, count = len(last), self.splits - first
+        k, v = (np.repeat(x[None, first:, :, :size], n, axis=0) for x in (self.k, self.v))
+        mask = np.zeros((n, count, 1, 1, size), np.float32)
+        mask[:, -1, 0, 0] = _causal(last, size)
+        a = np.empty((n, self.spec.q_dim), np.float32)
+        inputs = {"q": self.q[:n], "k": k, "v": v, "mask": mask}
+        if state is not None:
+            inputs |= state.rows(0, n).named("_in")
+        self.kernels.own(going_on=state is not None).run(inputs, {"a": a})
         return a
 
 

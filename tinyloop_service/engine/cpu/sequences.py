@@ -135,9 +135,10 @@ class SequenceTable:
     def grow_track(self, sequence: Sequence, end: int) -> Track:
         """The sequence's track with room for positions up to `end`, inherited tokens of its first split copied."""
         if sequence.track is None:
-            sequence.track = Track(self._spec, self._spec.cache_layers(sequence.loops), sequence.first_split)
+            sequence.track = Track(self._spec, self._spec.cache_layers(sequence.loops), sequence.first_block)
             sequence.track.grow(_allotted_splits(sequence, end))
-            if inherited := sequence.start % PAGE_TOKENS:
+            inherited = sequence.start % PAGE_TOKENS
+            if inherited and sequence.first_block == sequence.first_split:
                 for layer in range(self._spec.cache_layers(sequence.loops)):
                     mine, source = sequence.track.split(layer, sequence.first_split), inherited_split(sequence, layer)
                     for a, b in zip(mine, source, strict=True):
