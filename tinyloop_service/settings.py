@@ -35,7 +35,7 @@ class SchedulerSettings:
     max_prefixes: int = 256  # prefixes with pages in memory; beyond it the least recently used are evicted
     pin_fraction: float = 0.5  # of the pages that pinned prefixes and their parents may take
     prefill_share: float = 0.5  # of an engine's max_chunk that a plan prefills while rows decode
-    steps_per_plan: int = 4  # decode steps in one plan while nothing waits, at most the engine's max_steps
+    steps_per_plan: int = 8  # decode steps in one plan while nothing waits, at most the engine's max_steps
     plans_in_flight: int = 2  # the one that runs and those queued behind it, so that the device never waits
     aging_ns: int = 500_000_000  # who waits longer for room is not overtaken any more
     max_overtaken: int = 8  # waiting requests without room that a plan looks past for one that fits

@@ -6,8 +6,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 
-from tinyloop_service.engine.api import Limits, Plan
-from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
+from tinyloop_service.engine.api import Limits, Pending, Plan
+from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, FaultAt
 from tinyloop_service.engine.fake_tokens import expected_tokens
 from tinyloop_service.errors import EngineFault, TinyLoopError
 from tinyloop_service.scheduler.core import Core
@@ -52,15 +52,15 @@ class Watched:
 
 
 class Driver:
-    """`fault` is what the next engine step raises."""
+    """`fault` is what the next plan fails with."""
 
     def __init__(
-        self, limits: Limits = SMALL, settings: SchedulerSettings | None = None, *, fault_after: bool = False
+        self, limits: Limits = SMALL, settings: SchedulerSettings | None = None, *, fault_at: FaultAt = FaultAt.START
     ) -> None:
         self.limits = limits
         self.core = Core(limits, settings or SchedulerSettings(), new_uid=self._new_uid)
         self.fault: EngineFault | None = None
-        self.engine = FakeEngine(limits, strict=True, fault=self._take_fault, fault_after=fault_after)
+        self.engine = FakeEngine(limits, strict=True, fault=self._take_fault, fault_at=fault_at)
         self.in_flight: deque[Plan] = deque()
         self.requests: dict[int, Watched] = {}
         self.changed: list[str] = []
@@ -137,16 +137,27 @@ class Driver:
         return plan
 
     def settle(self) -> None:
-        """Run the oldest plan in flight and tell the core how it went."""
+        """Run the oldest plan in flight and tell the core how it went.
+
+        Behind a plan that could not be submitted nothing was; behind one without a result everything was.
+        """
         plan = self.in_flight.popleft()
         try:
-            result = self.engine.step(plan)
+            pending = self.engine.submit(plan)
         except EngineFault as error:
             self.core.fail(plan, error)
             self.in_flight = deque(self.core.amend(behind) for behind in self.in_flight)
         else:
-            self.core.commit(plan, result, self.now_ns)
+            self._commit(plan, pending)
         self.take_events()
+
+    def _commit(self, plan: Plan, pending: Pending) -> None:
+        try:
+            result = pending.result()
+        except EngineFault as error:
+            self.core.fail(plan, error)
+        else:
+            self.core.commit(plan, result, self.now_ns)
 
     def step(self) -> bool:
         """One plan, planned and settled; False when there was none, nor one in flight."""

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from scheduler_driver import SMALL, Driver, tokens
 
+from tinyloop_service.engine.fake import FaultAt
 from tinyloop_service.errors import (
     DeviceLost,
     EngineFault,
@@ -276,9 +277,9 @@ def test_a_text_stop_ends_one_choice_and_the_request_with_the_last() -> None:
     driver.check_empty()
 
 
-@pytest.mark.parametrize("fault_after", [False, True])
-def test_a_fault_fails_the_rows_of_its_plan_and_no_others(fault_after: bool) -> None:
-    driver = Driver(dataclasses.replace(SMALL, max_rows=2), fault_after=fault_after)
+@pytest.mark.parametrize("fault_at", FaultAt)
+def test_a_fault_fails_the_rows_of_its_plan_and_no_others(fault_at: FaultAt) -> None:
+    driver = Driver(dataclasses.replace(SMALL, max_rows=2), fault_at=fault_at)
     driver.create("p", tokens(70))
     driver.run()
     lost = [driver.submit(GenerationRequest((i,), 9, prefix="p")) for i in range(2)]
@@ -310,6 +311,40 @@ def test_the_plan_behind_a_fault_goes_on_without_the_lost() -> None:
     driver.run()
     assert driver.requests[lost].error is not None
     assert driver.requests[lives].reasons == [FinishReason.LENGTH]
+
+
+def test_the_plan_behind_one_without_a_result_was_submitted_and_counts() -> None:
+    """It names the lost row too, whose tokens are dropped; the row that joined in it gets its own."""
+    driver = Driver(fault_at=FaultAt.RESULT)
+    lost = driver.submit(GenerationRequest((1,), 9))
+    driver.step()
+    driver.plan()
+    lives = driver.submit(GenerationRequest((2,), 9))
+    behind = driver.plan()
+    driver.fault = EngineFault("a fault")
+    driver.settle()
+    assert behind is not None and behind.decode and driver.in_flight[0] is behind
+    driver.run()
+    assert isinstance(driver.requests[lost].error, EngineFault)
+    assert driver.requests[lives].reasons == [FinishReason.LENGTH]
+    driver.requests.clear()
+    driver.check_empty()
+
+
+def test_a_build_without_a_result_fails_though_its_last_chunk_was_submitted() -> None:
+    driver = Driver(dataclasses.replace(SMALL, max_chunk=50), fault_at=FaultAt.RESULT)
+    uid = driver.create("p", tokens(100))
+    request = driver.submit(GenerationRequest((1,), 9, prefix="p"))
+    driver.plan()
+    driver.plan()
+    driver.fault = EngineFault("a fault")
+    driver.settle()
+    driver.settle()  # the last chunk; were it counted, the prefix would be READY without its first
+    assert driver.state(uid) == "failed" and isinstance(driver.requests[request].error, EngineFault)
+    driver.create("p", tokens(100))
+    driver.run()
+    assert driver.core.catalog.get("", "p", driver.now_ns).state.value == "ready"
+    driver.check()
 
 
 def test_a_lost_device_ends_everything() -> None:

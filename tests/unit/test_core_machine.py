@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_driver import SMALL, Driver, tokens
 
+from tinyloop_service.engine.fake import FaultAt
 from tinyloop_service.errors import EngineFault, OutOfMemory, TinyLoopError
 from tinyloop_service.scheduler.catalog import UNCHANGED
 from tinyloop_service.settings import SchedulerSettings
@@ -31,7 +32,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_prefixes=st.sampled_from([2, 4]),
         aging_ns=st.sampled_from([0, 5_000_000]),
         eos=st.sampled_from([(), (3, 9)]),
-        fault_after=st.booleans(),
+        fault_at=st.sampled_from(FaultAt),
     )
     def start(
         self,
@@ -41,13 +42,13 @@ class CoreMachine(RuleBasedStateMachine):
         max_prefixes: int,
         aging_ns: int,
         eos: tuple[int, ...],
-        fault_after: bool,
+        fault_at: FaultAt,
     ) -> None:
         limits = dataclasses.replace(
             SMALL, num_pages=num_pages, active_pages_per_page=active, split_tokens=split, eos_token_ids=eos
         )
         options = SchedulerSettings(max_queue=12, max_prefixes=max_prefixes, aging_ns=aging_ns, max_overtaken=2)
-        self.driver = Driver(limits, options, fault_after=fault_after)
+        self.driver = Driver(limits, options, fault_at=fault_at)
         self.waiting: list[str] = []  # uids of creates that wait
         self.handles: list[str] = []
         self.faults = 0
@@ -248,7 +249,7 @@ def walk(seed: int, num_calls: int) -> None:
         max_prefixes=pick([2, 4]),
         aging_ns=pick([0, 5_000_000]),
         eos=pick([(), (3, 9)]),
-        fault_after=pick([True, False]),
+        fault_at=pick(list(FaultAt)),
     )
     driver = machine.driver
     for _ in range(num_calls):

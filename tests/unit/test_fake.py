@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tinyloop_service.engine.api import Block, Clone, Drop, Extend, Open, Plan, Prefill, StepResult
-from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, PlanViolation
+from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, FaultAt, PlanViolation
 from tinyloop_service.engine.fake_tokens import expected_tokens
 from tinyloop_service.errors import DeviceLost, EngineFault
 from tinyloop_service.types import Sampling, TokenIds
@@ -184,13 +184,13 @@ def test_an_inactive_prefix_is_not_read() -> None:
         engine.step(Plan(3, deactivate=(1,), decode=(2,)))
 
 
-@pytest.mark.parametrize("fault_after", [False, True])
-def test_a_fault_loses_what_the_plan_named_and_what_hangs_from_it(fault_after: bool) -> None:
+@pytest.mark.parametrize("fault_at", FaultAt)
+def test_a_fault_loses_what_the_plan_named_and_what_hangs_from_it(fault_at: FaultAt) -> None:
 
     def fault(plan: Plan) -> EngineFault | None:
         return EngineFault("a fault") if plan.number == 3 else None
 
-    engine = FakeEngine(LIMITS, fault=fault, fault_after=fault_after)
+    engine = FakeEngine(LIMITS, fault=fault, fault_at=fault_at)
     engine.step(prefix_plan())
     engine.step(row_plan())
     with pytest.raises(EngineFault):

@@ -10,12 +10,13 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from scheduler_driver import SMALL, tokens
 
-from tinyloop_service.engine.api import Limits, Plan
-from tinyloop_service.engine.fake import FakeEngine, expected_tokens
+from tinyloop_service.engine.api import Limits, Pending, Plan, StepResult
+from tinyloop_service.engine.fake import FakeEngine, FaultAt, expected_tokens
 from tinyloop_service.errors import (
     DeviceLost,
     Draining,
@@ -335,6 +336,82 @@ async def test_a_fault_ends_its_requests_and_no_others() -> None:
             assert len(ids(good)) == 50
         assert faults == 3 and scheduler.fault is None
         assert scheduler.get_prefix("p").state is PrefixState.READY
+
+
+class LateEngine(FakeEngine):
+    """Results wait for `results`; `submitted` counts plans."""
+
+    def __init__(self, limits: Limits, **options: Any) -> None:
+        super().__init__(limits, strict=True, **options)
+        self.results = threading.Event()
+        self.submitted = threading.Semaphore(0)
+
+    def submit(self, plan: Plan) -> Pending:
+        pending = super().submit(plan)
+        self.submitted.release()
+        return _Late(self.results, pending)
+
+
+@dataclasses.dataclass
+class _Late:
+    gate: threading.Event
+    pending: Pending
+
+    def result(self) -> StepResult:
+        self.gate.wait()
+        return self.pending.result()
+
+
+async def test_a_further_plan_is_submitted_while_one_is_waited_for() -> None:
+    engine = LateEngine(WIDE)
+    scheduler = Scheduler(engine, SchedulerSettings())
+    await scheduler.start()
+    stream = asyncio.create_task(collect(scheduler.generate(GenerationRequest((1,), 50))))
+    async with asyncio.timeout(20):
+        for _ in range(2):  # no result came yet
+            await asyncio.to_thread(engine.submitted.acquire)
+        engine.results.set()
+        assert len(ids(await stream)) == 50
+    await scheduler.close()
+
+
+async def test_a_plan_without_a_result_ends_its_requests_and_no_others() -> None:
+    """The plan behind it, submitted before that showed, names the lost request and a good one."""
+
+    def fault(plan: Plan) -> EngineFault | None:
+        return EngineFault("a fault") if any(prefill.tokens == (66,) for prefill in plan.prefill) else None
+
+    engine = LateEngine(WIDE, fault=fault, fault_at=FaultAt.RESULT)
+    scheduler = Scheduler(engine, SchedulerSettings())
+    await scheduler.start()
+    lost = asyncio.create_task(collect(scheduler.generate(GenerationRequest((66,), 50))))
+    async with asyncio.timeout(20):
+        await asyncio.to_thread(engine.submitted.acquire)
+        good = asyncio.create_task(collect(scheduler.generate(GenerationRequest((5,), 50))))
+        await asyncio.to_thread(engine.submitted.acquire)
+        engine.results.set()
+        with pytest.raises(EngineFault, match="a fault"):
+            await lost
+        assert len(ids(await good)) == 50
+    assert scheduler.fault is None
+    await until(lambda: is_settled(scheduler))
+    await scheduler.close()
+    engine.check_idle()
+
+
+async def test_a_device_lost_in_a_result_is_told_once() -> None:
+    engine = LateEngine(WIDE, fault=lambda plan: DeviceLost("gone"), fault_at=FaultAt.RESULT)
+    scheduler = Scheduler(engine, SchedulerSettings())
+    await scheduler.start()
+    stream = asyncio.create_task(collect(scheduler.generate(GenerationRequest((1,), 50))))
+    async with asyncio.timeout(20):
+        for _ in range(2):
+            await asyncio.to_thread(engine.submitted.acquire)
+        engine.results.set()
+        with pytest.raises(DeviceLost, match="gone"):
+            await stream
+        await scheduler.wait_fault()
+        await scheduler.close()
 
 
 async def test_an_unexpected_error_of_the_engine_does_not_show_its_text() -> None:

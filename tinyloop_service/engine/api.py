@@ -1,12 +1,16 @@
-"""The seam between scheduler and engines: `step(plan) -> result`.
+"""The seam between scheduler and engines: `submit(plan) -> pending`, `pending.result() -> result`.
 
 A *sequence* is the engine's only object: a prefix and a request are both one.  It hangs from at most one
 parent sequence, reads the parent's first `start` tokens through it, and owns the pages from there on.  The
 scheduler decides which page ids a sequence owns; the engine owns what lies in them, the last token, the
 length and the sampling state of each sequence.  So a plan can name a row whose last token is still on the
-device, and one plan may be queued while another runs.  Plans run strictly in the order of submission, from
-one thread; within a plan the operations run in the order of its fields.  A plan that failed may have run in part:
-the next one repeats its closes and deactivations, and may close sequences that were never opened; engines ignore those.
+device, and one plan may be submitted while another runs.  Plans run strictly in the order of submission, from
+one thread; within a plan the operations run in the order of its fields.
+
+A plan may fail in `submit` or in `result`, and may then have run in part: a later one repeats its closes and
+deactivations, and may close sequences that were never opened; engines ignore those.  One that failed in `submit` has
+nothing submitted behind it.  One that failed in `result` may: what was submitted behind it runs, its lost sequences
+stay open until they are closed, and what is read from them means nothing.
 
     open ──► extend pages, clone the parent's partial page ──► prefill chunks ──► decode steps ──► close
 
@@ -162,8 +166,26 @@ class StepResult:
     rows: tuple[RowOutput, ...]
 
 
+class Pending(Protocol):
+    """A plan that was submitted."""
+
+    def result(self) -> StepResult:
+        """Wait for what it gave.  Raises as `Engine.step`.  Any thread may call, one at a time, and again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The `Pending` of an engine that computes in `submit`."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        return self.outcome
+
+
 class Engine(Protocol):
-    """Not thread-safe: one thread calls `step`.  Construction includes warm-up and self-check."""
+    """Not thread-safe: one thread calls `submit`.  Construction includes warm-up and self-check."""
 
     @property
     def limits(self) -> Limits: ...
@@ -173,8 +195,12 @@ class Engine(Protocol):
         """Short label for logs and GetModel, for example "cpu"."""
         ...
 
+    def submit(self, plan: Plan) -> Pending:
+        """Hand `plan` over; it runs after all that were submitted before.  Raises as `step`."""
+        ...
+
     def step(self, plan: Plan) -> StepResult:
-        """Run `plan`.  Raises EngineFault (the plan's sequences are lost) or DeviceLost (all are)."""
+        """Run `plan`: submit it and wait.  Raises EngineFault (the plan's sequences are lost) or DeviceLost (all)."""
         ...
 
     def close(self) -> None: ...

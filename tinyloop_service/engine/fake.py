@@ -4,8 +4,8 @@ In: plans.  Out: tokens that follow from every token a sequence can see, read *t
 token is stored where the scheduler said, and a wrong, stale or foreign page gives other tokens, or a `PlanViolation`.
 There is no arithmetic of a model in it; `fake_tokens` has what there is.
 
-Knobs for tests: `gate` holds every step, `fault` may raise before or after a plan ran, `step_s` sleeps, `next_token`
-overrides what is sampled.
+Knobs for tests: `gate` holds every step, `fault` may fail a plan before it ran, after, or in its result, `step_s`
+sleeps, `next_token` overrides what is sampled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from tinyloop_service.engine.api import (
     PAGE_TOKENS,
@@ -21,8 +22,10 @@ from tinyloop_service.engine.api import (
     Clone,
     Drop,
     Extend,
+    Finished,
     Limits,
     Open,
+    Pending,
     Plan,
     Prefill,
     RowOutput,
@@ -95,6 +98,22 @@ class _Sequence:
         return first.entries
 
 
+class FaultAt(Enum):
+    """Where a plan fails.  After START and END its sequences are gone; after RESULT they are there until closed."""
+
+    START = "start"  # in submit, nothing has run
+    END = "end"  # in submit, all has run
+    RESULT = "result"
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: EngineFault
+
+    def result(self) -> StepResult:
+        raise self.error
+
+
 class FakeEngine:
     """`strict`: read every visible entry at every step, so that a page lost later shows too; slower."""
 
@@ -106,7 +125,7 @@ class FakeEngine:
         step_s: float = 0.0,
         gate: threading.Event | None = None,
         fault: Callable[[Plan], EngineFault | None] | None = None,
-        fault_after: bool = False,
+        fault_at: FaultAt = FaultAt.START,
         next_token: Callable[[Open, int, int], int] | None = None,
     ) -> None:
         self._limits = limits
@@ -114,7 +133,7 @@ class FakeEngine:
         self._step_s = step_s
         self._gate = gate
         self._fault = fault
-        self._fault_after = fault_after
+        self._fault_at = fault_at
         self._next_token = next_token
         self._sequences: dict[SequenceId, _Sequence] = {}
         self._has_lost = False  # from then on a close may name what is gone or never came
@@ -134,7 +153,7 @@ class FakeEngine:
     def name(self) -> str:
         return "fake"
 
-    def step(self, plan: Plan) -> StepResult:
+    def submit(self, plan: Plan) -> Pending:
         if self._gate is not None:
             self._gate.wait()
         if self._step_s:
@@ -144,12 +163,18 @@ class FakeEngine:
         self._last_plan = plan.number
         self.num_steps += 1
         error = self._fault(plan) if self._fault is not None else None
-        if error is not None and not self._fault_after:
+        if error is not None and self._fault_at is FaultAt.START:
             self._lose(plan, error)
         result = self._run(plan)
-        if error is not None:
+        if error is None:
+            return Finished(result)
+        if self._fault_at is FaultAt.END:
             self._lose(plan, error)
-        return result
+        self._has_lost = True
+        return _Failed(error)
+
+    def step(self, plan: Plan) -> StepResult:
+        return self.submit(plan).result()
 
     def close(self) -> None:
         self.is_closed = True

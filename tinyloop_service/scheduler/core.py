@@ -9,7 +9,8 @@ arrays, text and clocks.  The parts: `door` refuses, `prefixes` and `requests` o
 who starts, `batch` fills plans, `sequences` and `pages` account for memory.
 
 Plans may be ahead of results: `plan` may be called while earlier plans run, and results are committed in the order
-of the plans.  After a plan failed, those that were submitted behind it did not run; `amend` says what to run instead.
+of the plans.  After a plan failed, those behind it that were not submitted are given to `amend`, which says what to run
+instead; those that were submitted run as they are, and what they give for lost sequences is dropped at their commit.
 """
 
 from __future__ import annotations

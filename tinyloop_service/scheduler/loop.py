@@ -3,10 +3,11 @@
 In: definitions, requests, names.  Out: snapshots, streams, errors.  It refuses to decide anything: the core does, and
 this file carries plans to the engine's thread and results back.
 
-    callers ──► core ──plan──► engine thread ──result──► core ──events──► streams, waiters, watchers
+    callers ──► core ──plan──► engine thread ──pending──► waiting thread ──result──► core ──events──► streams, …
 
-All of it runs on one event loop, except `_step`, which alone runs on the engine's thread.  Times are nanoseconds
-since the Unix epoch, by one clock that never goes back.
+All of it runs on one event loop, except `_submit`, which alone runs on the engine's thread, and the wait for a result,
+which has a thread of its own: a further plan is handed to the device while the one before is waited for.  Times are
+nanoseconds since the Unix epoch, by one clock that never goes back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import structlog
 
@@ -33,11 +34,11 @@ from tinyloop_service.types import GenerationRequest, Load, PrefixDefinition, Pr
 __all__ = ["UNCHANGED", "Scheduler", "Unchanged"]
 
 _log = structlog.get_logger(__name__)
-_Flight = tuple[Plan, asyncio.Future[StepResult]]
+_Flight = tuple[Plan, asyncio.Future[Future[StepResult]]]  # what submitting gives, and then what waiting gives
 
 
 class _NotRun(Exception):
-    """The plan was behind one that failed."""
+    """The plan was behind one that could not be submitted."""
 
 
 class Scheduler:
@@ -54,7 +55,8 @@ class Scheduler:
         self._delivery = Delivery(self._core)
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._step_failed = False  # set on the engine's thread; until it is cleared here, plans are not run
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="engine-wait")
+        self._submit_failed = False  # set on the engine's thread; until it is cleared here, plans are not submitted
         self._in_flight: deque[_Flight] = deque()
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -95,9 +97,10 @@ class Scheduler:
         # 2. the loop lets the plans in flight finish, for a step cannot be interrupted
         if self._task is not None:
             await self._task
-        # 3. the engine closes on the thread that ran it, which ends
+        # 3. the engine closes on the thread that ran it; both threads end
         await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.close)
         self._thread.shutdown()
+        self._waiting.shutdown()
         self.is_stopped = True
 
     async def wait_fault(self) -> None:
@@ -236,41 +239,53 @@ class Scheduler:
             self._give_up(DeviceLost("the scheduler failed; the process must be started again"))
 
     def _submit_plans(self) -> None:
-        while not self._step_failed and len(self._in_flight) < self._settings.plans_in_flight:
+        while not self._submit_failed and len(self._in_flight) < self._settings.plans_in_flight:
             plan = self._core.plan(self.now_ns())
             self._delivery.deliver()
             if plan is None:
                 return
-            self._submit(plan)
+            self._send(plan)
 
-    def _submit(self, plan: Plan) -> None:
-        self._in_flight.append((plan, asyncio.get_running_loop().run_in_executor(self._thread, self._step, plan)))
+    def _send(self, plan: Plan) -> None:
+        self._in_flight.append((plan, asyncio.get_running_loop().run_in_executor(self._thread, self._submit, plan)))
 
-    def _step(self, plan: Plan) -> StepResult:
-        if self._step_failed:
+    def _submit(self, plan: Plan) -> Future[StepResult]:
+        if self._submit_failed:
             raise _NotRun
         try:
-            return self._engine.step(plan)
+            pending = self._engine.submit(plan)
         except BaseException:
-            self._step_failed = True
+            self._submit_failed = True
             raise
+        return self._waiting.submit(pending.result)
 
-    async def _settle(self, plan: Plan, future: asyncio.Future[StepResult]) -> None:
+    async def _settle(self, plan: Plan, submitted: asyncio.Future[Future[StepResult]]) -> None:
+        """Apply what became of the oldest plan in flight."""
         try:
-            result = await future
+            waiting = await submitted
         except _NotRun:
-            self._step_failed = False
+            self._submit_failed = False
             if self.fault is None:
-                self._submit(self._core.amend(plan))
+                self._send(self._core.amend(plan))
             return
         except Exception as error:
+            self._submit_failed = bool(self._in_flight)  # the plan behind it was not submitted; it clears this
             self._fail(plan, error)
         else:
-            self._core.commit(plan, result, self.now_ns())
+            await self._take_result(plan, waiting)
         self._delivery.deliver()
 
+    async def _take_result(self, plan: Plan, waiting: Future[StepResult]) -> None:
+        try:
+            result = await asyncio.wrap_future(waiting)
+        except Exception as error:
+            self._fail(plan, error)  # the plan behind it runs as it was submitted
+        else:
+            self._core.commit(plan, result, self.now_ns())
+
     def _fail(self, plan: Plan, error: Exception) -> None:
-        self._step_failed = bool(self._in_flight)  # the plan behind it was not run; it clears this
+        if self.fault is not None:  # a plan behind the one that lost the device
+            return
         if isinstance(error, DeviceLost):
             _log.error("device lost", plan=plan.number)
             self._lose(error)

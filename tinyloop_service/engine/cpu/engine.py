@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.engine.api import PAGE_TOKENS, Limits, Plan, Prefill, RowOutput, SequenceId, StepResult
+from tinyloop_service.engine.api import PAGE_TOKENS, Finished, Limits, Plan, Prefill, RowOutput, SequenceId, StepResult
 from tinyloop_service.engine.cpu.decoding import DecodeGroup, GroupKey
 from tinyloop_service.engine.cpu.memory import page_bytes
 from tinyloop_service.engine.cpu.model import Model, Pass
@@ -27,7 +27,7 @@ from tinyloop_service.types import CacheMode, TokenLogprob
 
 MAX_ROWS = 64
 MAX_CHUNK = 512
-MAX_STEPS = 8
+MAX_STEPS = 4  # a step takes long enough for a plan of few
 ACTIVE_PAGES = 2  # float32 for fp16
 
 
@@ -71,14 +71,17 @@ class CpuEngine:
     def limits(self) -> Limits:
         return self._limits
 
-    def step(self, plan: Plan) -> StepResult:
+    def submit(self, plan: Plan) -> Finished:
         """Run `plan`.  Any failure is an EngineFault: its sequences are lost, the engine and the others live on."""
         try:
-            return self._step(plan)
+            return Finished(self._step(plan))
         except EngineFault:
             raise
         except Exception as error:
             raise EngineFault(f"step {plan.number} failed: {type(error).__name__}: {error}") from error
+
+    def step(self, plan: Plan) -> StepResult:
+        return self.submit(plan).result()
 
     def close(self) -> None:
         self._decode_pass = None
