@@ -1,78 +1,25 @@
-"""The promise of the CPU engine: a request's ids and logprobs are the same bits, whatever its company and its past.
+"""The promise of the CPU engine, as far as it is about what only that engine has.
 
-Cold or from a prefix, alone or in any batch, joining early or late, built in one chunk or many.  A failure here means
-that some sum over k, over positions or over splits is taken in another order for some number of rows or some cut.
+Active forms, blocks of own splits, levels of accuracy; and generated tokens leave the bits behind that prompt tokens
+leave.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cpu_driver import GREEDY, Drawn, Driver, Held, engine_of
+from driver import Driver
+from engines import engine_of
+from test_bits import SMALL, TOKENS, check_own_splits, driver_of
 
 from tinyloop_service.engine.cpu import decoding
-from tinyloop_service.engine.cpu.engine import MAX_ROWS
-from tinyloop_service.engine.spec import SIZES, Quant
-from tinyloop_service.types import Sampling
-
-PAGE = 64
-CHUNK = 130  # not a multiple of a page, so that chunks begin and end inside of pages
-SMALL = replace(
-    SIZES["tiny"], vocab_size=300, d_model=128, head_dim=32, d_ff=256, pre_blocks=1, max_seq_len=512, quant=Quant(4, 64)
-)
-EVERYTHING = replace(
-    SMALL,
-    n_kv_heads=2,
-    rope_pairing="interleaved",
-    norm_placement="sandwich",
-    loop_norm=True,
-    inject="add",
-    loop_blocks=2,
-    post_blocks=1,
-)
-SPECS = {"everything": EVERYTHING, "fp16 weights": replace(SMALL, quant=None, d_ff=100)}
-TOKENS = tuple(np.random.default_rng(11).integers(0, SMALL.vocab_size, 512).tolist())
-LONGEST = SMALL.max_seq_len - PAGE - 4  # with the longest suffix and the tokens drawn
 
 
-def hot(seed: int, **changes: object) -> Sampling:
-    return replace(Sampling(temperature=0.9, top_k=40, top_p=0.95, logprobs=2, seed=seed), **changes)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def driver() -> Driver:
-    return Driver(engine_of(SMALL))
-
-
-@pytest.fixture(scope="module", params=SPECS)
-def any_driver(request: pytest.FixtureRequest) -> Driver:
-    return Driver(engine_of(SPECS[request.param]))
-
-
-@pytest.mark.parametrize("window", [0, 1, PAGE, PAGE + 1])
-@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, LONGEST])
-def test_cold_equals_warm(driver: Driver, length: int, window: int) -> None:
-    """T1, for suffixes of 0, 1 and a page."""
-    prefix = driver.prefix(TOKENS[:length], chunk=CHUNK, window=window)
-    for more in (0, 1, PAGE):
-        tokens = TOKENS[length : length + more]
-        warm = driver.alone(prefix, tokens, 3, window=window)
-        cold = driver.alone(None, TOKENS[: length + more], 3, window=window, chunk=CHUNK)
-        assert warm == cold, f"suffix {more}: reading the prefix gives other bits than computing it"
-    driver.close(prefix)
-
-
-@pytest.mark.parametrize("chunk", [1, 7, PAGE, 77])
-def test_chunks_leave_the_same_pages(any_driver: Driver, chunk: int) -> None:
-    """T3: every cache layer, and the logits of the last token."""
-    whole = any_driver.prefix(TOKENS[:150])
-    parts = any_driver.prefix(TOKENS[:150], chunk=chunk)
-    pages = [any_driver.engine.read_kv(held.id) for held in (whole, parts)]
-    assert pages[0].shape[3] == 150 and np.array_equal(*pages)
-    assert np.array_equal(*(any_driver.engine.read_logits(held.id) for held in (whole, parts)))
-    any_driver.close(whole, parts)
+@pytest.fixture(scope="module", params=["everything", "fp16 weights"])
+def any_driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    yield from driver_of(("cpu", request.param))
 
 
 def test_decoding_leaves_the_pages_of_a_prefill(any_driver: Driver) -> None:
@@ -83,123 +30,6 @@ def test_decoding_leaves_the_pages_of_a_prefill(any_driver: Driver) -> None:
     prefix = any_driver.prefix((*TOKENS[:20], *drawn[:-1]))
     assert np.array_equal(any_driver.engine.read_kv(request.id), any_driver.engine.read_kv(prefix.id))
     any_driver.close(request, prefix)
-
-
-@pytest.mark.parametrize("rows", [2, 7, 8, 9, 32, MAX_ROWS])
-def test_company_changes_nothing(driver: Driver, rows: int) -> None:
-    """T2 and T19: alone, in a batch, joining late, after others left; seeds of others do not matter."""
-    length, steps = 100, 30
-    prefix = driver.prefix(TOKENS[:length])
-    suffixes = [TOKENS[200 + i : 200 + i + i % 5] for i in range(rows)]
-    seeds = [hot(seed=i * 1000 + rows) for i in range(rows)]
-    late = rows // 2
-    alone = driver.alone(prefix, suffixes[late], steps, sampling=seeds[late])
-    batch = [driver.request(prefix, suffixes[i], sampling=seeds[i]) for i in range(rows) if i != late]
-    driver.decode(batch, 5)
-    joined = driver.request(prefix, suffixes[late], sampling=seeds[late])
-    driver.decode([*batch[: rows // 3], joined, *batch[rows // 3 :]], 15)
-    leaving, staying = batch[::2], batch[1::2]
-    driver.close(*leaving)
-    driver.decode([*staying, joined], steps - 15, at_once=5)
-    assert driver.drawn[joined.id] == alone
-    driver.close(joined, *staying, prefix)
-
-
-def test_a_row_may_pause(driver: Driver) -> None:
-    """A row that is left out of some steps, over the end of a page, goes on as if it had not been."""
-    prefix = driver.prefix(TOKENS[:50])
-    alone = driver.alone(prefix, TOKENS[50:53], 30)
-    paused, other = driver.request(prefix, TOKENS[50:53]), driver.request(prefix, TOKENS[60:75])
-    for _ in range(10):
-        driver.decode([paused, other], 2)
-        driver.decode([other], 1)
-        driver.decode([paused], 1)
-    assert driver.drawn[paused.id] == alone
-    driver.close(paused, other, prefix)
-
-
-@pytest.mark.parametrize("window", [0, 100])
-def test_own_splits_of_many_rows(driver: Driver, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    """Rows off one parent with 0 to 4 own whole splits, some of them behind the window, some put away in blocks.
-
-    They join one after the other, pause in turn, fill splits at different times, and leave when they are done.
-    """
-    prefix = driver.prefix(TOKENS[:100], window=window)
-    suffixes = [TOKENS[100 : 100 + n] for n in (0, 28, 60, 92, 160, 250)]
-    steps, at_once = 70, 5
-    alone = [driver.alone(prefix, suffix, steps, window=window) for suffix in suffixes]
-    for block in (decoding.BLOCK_SPLITS, 2, 1):
-        monkeypatch.setattr(decoding, "BLOCK_SPLITS", block)
-        rows = [driver.request(prefix, suffix, window=window) for suffix in suffixes]
-        missing = dict.fromkeys(range(len(rows)), steps)
-        for turn in range(2 * steps):
-            now = [i for i in missing if turn >= i and (turn + i) % 3]
-            driver.decode([rows[i] for i in now], at_once)
-            for i in now:
-                missing[i] -= at_once
-                if not missing[i]:
-                    del missing[i]
-                    assert driver.drawn[rows[i].id] == alone[i], f"{len(suffixes[i])} tokens, blocks of {block}"
-                    driver.close(rows[i])
-        assert not missing
-    driver.close(prefix)
-
-
-def test_any_mix_in_one_plan(any_driver: Driver) -> None:
-    """Several prefixes, depths, windows and no prefix at all, with a prompt being built in the same pass."""
-    driver = any_driver
-    shapes = [(100, 4, 0), (128, 2, 0), (65, 7, 30), (100, 1, 70)]
-    prefixes = [driver.prefix(TOKENS[:n], loops=loops, window=w) for n, loops, w in shapes]
-    parents = [(p, p.loops, p.window) for p in prefixes for _ in range(3)] + [(None, 3, 0), (None, 4, 20)]
-
-    def options(i: int) -> dict[str, int]:
-        return {"loops": parents[i][1], "window": parents[i][2]}
-
-    suffixes = [TOKENS[150 + 9 * i : 150 + 9 * i + 1 + 17 * (i % 5)] for i in range(len(parents))]
-    alone = [driver.alone(p, suffixes[i], 12, **options(i)) for i, (p, *_) in enumerate(parents)]
-    rows = [driver.request(p, suffixes[i], **options(i)) for i, (p, *_) in enumerate(parents)]
-    expected = driver.prefix(TOKENS[:200], loops=5)
-    build = driver.open(prompt=TOKENS[:200], loops=5)
-    for size in (1, 63, 70, 66):
-        chunk = driver.chunk(build, size)
-        for held in rows:
-            driver.room(held, held.length + 3)
-            held.length += 3
-        driver.step(prefill=(chunk,), decode=tuple(held.id for held in rows), num_steps=3)
-    for i, held in enumerate(rows):
-        assert driver.drawn[held.id] == alone[i], f"row {i}, prefix {parents[i]}"
-    assert np.array_equal(driver.engine.read_kv(build.id), driver.engine.read_kv(expected.id))
-    driver.close(*rows, build, expected, *prefixes)
-
-
-@pytest.mark.parametrize("window", [0, 65])
-def test_many_prompts_in_one_plan(driver: Driver, window: int) -> None:
-    """In two chunks each, so that the second ones begin with different numbers of own splits."""
-    prefix = driver.prefix(TOKENS[:90], window=window)
-    suffixes = [TOKENS[100 + i : 102 + 20 * i] for i in range(9)]
-    alone = [driver.alone(prefix, suffix, 2, sampling=hot(i), window=window) for i, suffix in enumerate(suffixes)]
-    rows = [driver.open(prefix, sampling=hot(i), prompt=suffix, window=window) for i, suffix in enumerate(suffixes)]
-    driver.step(
-        prefill=tuple(driver.chunk(held, len(suffix) // 2) for held, suffix in zip(rows, suffixes, strict=True))
-    )
-    driver.step(prefill=tuple(driver.chunk(held, len(held.tokens) - held.length) for held in rows))
-    driver.decode(rows, 2)
-    assert [driver.drawn[held.id] for held in rows] == alone
-    driver.close(*rows, prefix)
-
-
-@pytest.mark.parametrize("lengths", [(70, 10, 5), (64, 64, 1), (1, 1, 1), (30, 50, 60)])
-@pytest.mark.parametrize("window", [0, 65])
-def test_chains_of_parents(any_driver: Driver, lengths: tuple[int, ...], window: int) -> None:
-    """A child of a child: same pages, same draws as one prompt."""
-    driver, total = any_driver, sum(lengths)
-    chain: list[Held] = []
-    for n in lengths:
-        done = chain[-1].length if chain else 0
-        chain.append(driver.prefix(TOKENS[done : done + n], chain[-1] if chain else None, window=window, chunk=50))
-    cold = driver.alone(None, TOKENS[: total + 3], 40, window=window)
-    assert driver.alone(chain[-1], TOKENS[total : total + 3], 40, window=window) == cold
-    driver.close(*chain)
 
 
 def test_dropped_active_form_is_made_again(any_driver: Driver) -> None:
@@ -213,43 +43,10 @@ def test_dropped_active_form_is_made_again(any_driver: Driver) -> None:
     driver.close(child, parent)
 
 
-def test_decodes_never_change_a_prefix(driver: Driver) -> None:
-    """T4, and T18: given-back pages are NaN, so a stray read would show in the draws."""
-    prefix = driver.prefix(TOKENS[:100])
-    before, logits = driver.engine.read_kv(prefix.id), driver.engine.read_logits(prefix.id)
-    first = driver.alone(prefix, TOKENS[100:103], 8, sampling=hot(0))
-    for i in range(100):
-        driver.alone(prefix, TOKENS[100 : 103 + i % 3], 2, sampling=hot(i))
-    assert driver.alone(prefix, TOKENS[100:103], 8, sampling=hot(0)) == first
-    assert np.array_equal(driver.engine.read_kv(prefix.id), before)
-    assert np.array_equal(driver.engine.read_logits(prefix.id), logits)
-    driver.close(prefix)
-
-
-def test_choices_differ_and_repeat(driver: Driver) -> None:
-    """T19: n choices of one seed; each is what it is alone."""
-    prefix = driver.prefix(TOKENS[:64])
-    samplings = [hot(5, temperature=3.0, top_k=0, top_p=1.0, choice=i) for i in range(4)]
-    rows = [driver.request(prefix, sampling=sampling) for sampling in samplings]
-    driver.decode(rows, 10, at_once=5)
-    drawn = [driver.drawn[held.id] for held in rows]
-    assert len({str(d) for d in drawn}) == 4
-    assert drawn == [driver.alone(prefix, (), 10, sampling=sampling) for sampling in samplings]
-    driver.close(*rows, prefix)
-
-
-def test_repetition_penalty_counts_the_prefix(driver: Driver) -> None:
-    """T14."""
-    sampling = replace(GREEDY, repetition_penalty=1.7)
-    prefix = driver.prefix(TOKENS[:80])
-    warm = driver.alone(prefix, TOKENS[80:90], 20, sampling=sampling)
-    assert warm == driver.alone(None, TOKENS[:90], 20, sampling=sampling)
-    assert tokens_of(warm) != tokens_of(driver.alone(None, TOKENS[:90], 20))
-    driver.close(prefix)
-
-
-def tokens_of(drawn: Drawn) -> list[int]:
-    return [token for token, _ in drawn]
+@pytest.mark.parametrize(("window", "splits"), [(0, 1), (100, 2)])
+def test_own_splits_are_put_away_in_blocks(monkeypatch: pytest.MonkeyPatch, window: int, splits: int) -> None:
+    monkeypatch.setattr(decoding, "BLOCK_SPLITS", splits)
+    check_own_splits(Driver(engine_of(SMALL)), window)
 
 
 @pytest.mark.parametrize("accuracy_level", [0, 1])

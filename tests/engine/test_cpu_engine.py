@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_driver import GREEDY, Driver, engine_of, weights_of
+from driver import GREEDY, Driver
+from engines import engine_of, weights_of
 
 from tinyloop_service.demo import MODEL_PATH
 from tinyloop_service.engine.api import Extend, Open, Plan, Prefill

@@ -1,4 +1,4 @@
-"""The promise end to end: the scheduler on the CPU engine, with memory for a fraction of what is asked for.
+"""The promise end to end: the scheduler on an engine with memory for a fraction of what is asked for.
 
 Prefixes are evicted, deleted and made again while requests of every kind run side by side; what a request gets must be
 what it gets alone on an engine with room for everything (T1, T2, T5, T6, T13, T14, T19).
@@ -14,24 +14,23 @@ from dataclasses import replace
 
 import pytest
 import tokenizers
-from cpu_driver import weights_of
+from engines import Kind, fitted, make_engine, weights_of
 from tokenizers import decoders, models
 
 from tinyloop_service.completion import Completion, CompletionBuilder
-from tinyloop_service.engine.cpu import CpuEngine
 from tinyloop_service.engine.spec import SIZES, Quant
 from tinyloop_service.errors import OutOfMemory, PrefixNotFound
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.text import Tokenizer
-from tinyloop_service.types import CacheMode, GenerationRequest, PrefixDefinition, Sampling, Stops, TokenIds
+from tinyloop_service.types import GenerationRequest, PrefixDefinition, Sampling, Stops, TokenIds
 
 SPEC = replace(
     SIZES["tiny"], vocab_size=300, d_model=128, head_dim=32, d_ff=256, pre_blocks=1, default_loops=2, max_seq_len=512,
     quant=Quant(4, 64),
 )  # fmt: skip
-PAGE_BYTES = 64 * 2 * SPEC.n_kv_heads * SPEC.head_dim * 2
-SCARCE, PLENTY = 110 * PAGE_BYTES, 6000 * PAGE_BYTES  # active forms take two pages more for each page
+SCARCE = {"cpu": 110, "cuda": 40}  # pages; on the CPU active forms take two more for each page
+PLENTY = 6000
 SHAPES = {  # length, loops, window
     "a": (63, None, 0), "b": (64, 3, 0), "c": (65, None, 1), "d": (130, 1, 65), "e": (200, 2, 90), "f": (1, 4, 0),
 }  # fmt: skip
@@ -50,10 +49,10 @@ def letters() -> Tokenizer:
 
 
 @asynccontextmanager
-async def scheduling(kv_memory: int, settings: SchedulerSettings) -> AsyncIterator[Scheduler]:
-    engine = CpuEngine(
-        weights_of(SPEC), kv_memory=kv_memory, cache_mode=CacheMode.FP16, threads=2, accuracy_level=4, debug=True
-    )
+async def scheduling(kind: Kind, num_pages: int, settings: SchedulerSettings) -> AsyncIterator[Scheduler]:
+    spec = fitted(SPEC, kind)
+    page_bytes = 64 * 2 * spec.kv_dim * 2
+    engine = make_engine(kind, weights_of(spec), kv_memory=num_pages * page_bytes)
     scheduler = Scheduler(engine, settings, tokenizer=letters())
     await scheduler.start()
     try:
@@ -128,14 +127,15 @@ async def use(scheduler: Scheduler, request: GenerationRequest, pick: random.Ran
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_scarce_memory_and_company_change_nothing(seed: int) -> None:
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+async def test_scarce_memory_and_company_change_nothing(kind: Kind, seed: int) -> None:
     pick = random.Random(seed)
     requests = [draw_request(pick) for _ in range(40)]
-    async with scheduling(PLENTY, SchedulerSettings(steps_per_plan=1, plans_in_flight=1)) as scheduler:
+    async with scheduling(kind, PLENTY, SchedulerSettings(steps_per_plan=1, plans_in_flight=1)) as scheduler:
         for name in SHAPES:
             await create(scheduler, name)
         alone = [essence(await complete(scheduler, request)) for request in requests]
-    async with scheduling(SCARCE, SchedulerSettings(max_prefixes=3)) as scheduler:
+    async with scheduling(kind, SCARCE[kind], SchedulerSettings(max_prefixes=3)) as scheduler:
 
         async def one(index: int, random_source: random.Random) -> None:
             try:

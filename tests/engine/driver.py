@@ -1,30 +1,20 @@
 """A small scheduler for engine tests: hands out pages, builds plans, collects tokens.
 
-It plans one operation at a time, or whatever a test asks to run together, and checks nothing but its own page counts.
+It drives any engine, plans one operation at a time, or whatever a test asks to run together, and checks nothing but its
+own page counts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+
+from engines import ReadableEngine
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Clone, Drop, Extend, Open, Plan, Prefill, SequenceId
-from tinyloop_service.engine.cpu import CpuEngine
-from tinyloop_service.engine.spec import ModelSpec
-from tinyloop_service.engine.weights import ModelWeights, random_model
 from tinyloop_service.types import Sampling, TokenIds, TokenLogprob
 
 Drawn = list[tuple[int, TokenLogprob | None]]
 GREEDY = Sampling(logprobs=3)
-
-
-@cache
-def weights_of(spec: ModelSpec | str, seed: int = 0) -> ModelWeights:
-    return random_model(spec, seed)
-
-
-def engine_of(spec: ModelSpec | str, *, seed: int = 0, accuracy_level: int = 4) -> CpuEngine:
-    return CpuEngine(weights_of(spec, seed), kv_memory=256 << 20, threads=2, accuracy_level=accuracy_level, debug=True)
 
 
 @dataclass
@@ -40,8 +30,9 @@ class Held:
 
 
 class Driver:
-    def __init__(self, engine: CpuEngine) -> None:
-        self.engine, self._limits = engine, engine.limits
+    def __init__(self, engine: ReadableEngine, *, loops: int = 2) -> None:
+        """loops: of every sequence for which a test does not ask for others."""
+        self.engine, self.loops, self._limits = engine, loops, engine.limits
         self._free = list(range(engine.limits.num_pages))
         self._released: list[int] = []
         self._next, self._number = 0, 0
@@ -70,13 +61,14 @@ class Driver:
         self,
         parent: Held | None = None,
         *,
-        loops: int = 2,
+        loops: int | None = None,
         window: int = 0,
         sampling: Sampling | None = None,
         prompt: TokenIds = (),
     ) -> Held:
         self._next += 1
         start = parent.length if parent else 0
+        loops = loops or self.loops
         held = Held(self._next, parent, loops, window, start, start, (parent.tokens if parent else ()) + prompt)
         told = held.tokens if sampling and sampling.repetition_penalty != 1 else ()
         self._open.append(Open(held.id, parent.id if parent else None, start, loops, window, sampling, told))
@@ -101,7 +93,9 @@ class Driver:
         held.length += size
         return prefill
 
-    def prefill(self, held: Held, chunk: int = 512) -> None:
+    def prefill(self, held: Held, chunk: int | None = None) -> None:
+        """The rest of the prompt, `chunk` tokens at a time, at most the engine's."""
+        chunk = min(chunk or self._limits.max_chunk, self._limits.max_chunk)
         while held.length < len(held.tokens):
             self.step(prefill=(self.chunk(held, min(chunk, len(held.tokens) - held.length)),), drop=self._drops(held))
 
@@ -118,7 +112,7 @@ class Driver:
         self._free.extend(block)
         self._released.extend(block)
 
-    def prefix(self, tokens: TokenIds, parent: Held | None = None, *, chunk: int = 512, **options: int) -> Held:
+    def prefix(self, tokens: TokenIds, parent: Held | None = None, *, chunk: int | None = None, **options: int) -> Held:
         held = self.open(parent, prompt=tokens, **options)  # type: ignore[arg-type]
         self.prefill(held, chunk)
         return held
@@ -129,7 +123,7 @@ class Driver:
         tokens: TokenIds = (),
         *,
         sampling: Sampling = GREEDY,
-        chunk: int = 512,
+        chunk: int | None = None,
         **options: int,
     ) -> Held:
         """Open a request and draw its first token."""

@@ -1,0 +1,178 @@
+"""Engines against the NumPy reference, for specs that cover every field.
+
+Tolerances.  K and V are fp16 on both sides; a rounding that falls the other way moves one of them by 2^-11.
+
+"cpu", float32 activations (accuracy_level 0, or fp16 weights): one such value in some thousands, all else rounds at
+2^-24, so logits move by far less than 1e-3 of their rms.
+"cpu", int8 activations: rounded in the reference by the same rule; a value on the edge of a level that falls the other
+way moves a sum over K inputs by 1/127 of one input's share, and such flips breed further ones through 2 + loops blocks:
+the rms difference stays below a few percent of the logits' rms.
+"cuda": every input of a linear and of attention is rounded to fp16, five of them in a block, and prompt tokens see
+weights rounded to fp16: a relative 2^-12 each, independent of one another, so a block adds about 2^-12 · √6 = 6e-4 of
+its output's rms, and 2 + loops blocks in a row at most that many times as much.
+
+A wrong switch, a wrong position or a wrong mask gives 100 percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from driver import Driver
+from engines import Kind, ReadableEngine, engine_of, fitted, make_engine, weights_of
+
+from tinyloop_service.engine.reference import Reference
+from tinyloop_service.engine.spec import SIZES, ModelSpec, Quant
+from tinyloop_service.types import Sampling
+
+BASE = replace(
+    SIZES["tiny"],
+    vocab_size=211,
+    d_model=128,
+    n_heads=4,
+    n_kv_heads=4,
+    head_dim=32,
+    d_ff=192,
+    max_seq_len=512,
+    quant=Quant(4, 64),
+)
+SPECS: dict[str, ModelSpec] = {
+    "base": BASE,
+    "groups of 32": replace(BASE, quant=Quant(4, 32), d_ff=160),
+    "groups of 128": replace(BASE, quant=Quant(4, 128), d_ff=384),
+    "fp16 weights": replace(BASE, quant=None, d_ff=100),
+    "gqa": replace(BASE, n_kv_heads=2),
+    "mqa": replace(BASE, n_kv_heads=1),
+    "wide heads": replace(BASE, head_dim=64),
+    "interleaved": replace(BASE, rope_pairing="interleaved", rope_theta=500.0),
+    "sandwich": replace(BASE, norm_placement="sandwich", norm_eps=1e-3),
+    "loop_norm": replace(BASE, loop_norm=True),
+    "loop_norm, post": replace(BASE, loop_norm=True, post_blocks=1),
+    "inject": replace(BASE, inject="add"),
+    "group of 2": replace(BASE, loop_blocks=2, post_blocks=2, pre_blocks=1),
+    "no pre": replace(BASE, pre_blocks=0, inject="add"),
+    "tied": replace(BASE, tie_embeddings=True),
+    "tied fp16": replace(BASE, tie_embeddings=True, quant=None),
+    "everything": replace(
+        BASE,
+        n_kv_heads=2,
+        rope_pairing="interleaved",
+        norm_placement="sandwich",
+        loop_norm=True,
+        inject="add",
+        loop_blocks=2,
+        post_blocks=1,
+        tie_embeddings=True,
+    ),
+}
+TOKENS = tuple(np.random.default_rng(3).integers(0, BASE.vocab_size, 150).tolist())
+LENGTH = 90  # of the prefix; the rest is a suffix, so that two segments and three splits are read
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How an engine computes, and how near the reference comes to it in a shallow model."""
+
+    kind: Kind
+    make: Callable[[ModelSpec], ReadableEngine]
+    activations: Literal["exact", "int8"]  # of the reference
+    tolerance: float
+
+
+ARITHMETICS = {
+    "cpu float": Arithmetic("cpu", lambda spec: engine_of(spec, accuracy_level=0), "exact", 1e-3),
+    "cpu int8": Arithmetic("cpu", engine_of, "int8", 5e-2),
+    "cuda": Arithmetic("cuda", lambda spec: make_engine("cuda", weights_of(spec)), "exact", 6e-3),
+}
+
+
+def combinations(*arithmetics: str, names: list[str]) -> list[Any]:
+    """Parameters: an arithmetic and the name of a spec that it can be told apart on."""
+    return [
+        pytest.param(arithmetic, name, marks=[pytest.mark.gpu] if arithmetic == "cuda" else [])
+        for arithmetic in arithmetics
+        for name in names
+        if SPECS[name].quant or arithmetic != "cpu int8"
+    ]
+
+
+def difference(got: np.ndarray, expected: np.ndarray) -> float:
+    """Root mean square of the difference, relative to that of what is expected."""
+    return float(np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2)))
+
+
+def reference_logits(arithmetic: Arithmetic, spec: ModelSpec, tokens: tuple[int, ...], **cache: int) -> np.ndarray:
+    """After every token."""
+    model = Reference(weights_of(spec), np.float32, kv="fp16", activations=arithmetic.activations)
+    return model.forward(tokens, model.new_cache(**cache))
+
+
+def prefill_difference(arithmetic: Arithmetic, spec: ModelSpec, loops: int = 2, window: int = 0) -> float:
+    """After a prefix, and after a child prefix of the remaining tokens."""
+    spec = fitted(spec, arithmetic.kind)
+    driver = Driver(arithmetic.make(spec), loops=loops)
+    parent = driver.prefix(TOKENS[:LENGTH], window=window, chunk=50)
+    child = driver.prefix(TOKENS[LENGTH:], parent, window=window)
+    got = np.stack([driver.engine.read_logits(held.id) for held in (parent, child)])
+    driver.engine.close()
+    return difference(got, reference_logits(arithmetic, spec, TOKENS, loops=loops, window=window)[[LENGTH - 1, -1]])
+
+
+@pytest.mark.parametrize(("arithmetic", "name"), combinations(*ARITHMETICS, names=[*SPECS]))
+def test_prompts(arithmetic: str, name: str) -> None:
+    how = ARITHMETICS[arithmetic]
+    assert prefill_difference(how, SPECS[name]) < how.tolerance, f"{name}: not the same model"
+
+
+@pytest.mark.parametrize("loops", [1, 2, 8, 12])
+@pytest.mark.parametrize(("arithmetic", "name"), combinations("cpu int8", "cuda", names=["base"]))
+def test_depths(arithmetic: str, name: str, loops: int) -> None:
+    how = ARITHMETICS[arithmetic]
+    error = prefill_difference(how, SPECS[name], loops)
+    assert error < how.tolerance * (1 + loops / 4), f"{loops} loops: {error}"
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 65, 100])
+@pytest.mark.parametrize(("arithmetic", "name"), combinations("cpu float", "cuda", names=["everything"]))
+def test_windows(arithmetic: str, name: str, window: int) -> None:
+    how = ARITHMETICS[arithmetic]
+    assert prefill_difference(how, SPECS[name], window=window) < how.tolerance, f"window {window}: wrong mask"
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(
+    ("arithmetic", "name"),
+    [*combinations("cpu float", names=["base", "everything"]), *combinations("cuda", names=[*SPECS])],
+)
+def test_generated_tokens(arithmetic: str, name: str, window: int) -> None:
+    """The log-probabilities of decode steps, off a prefix, over the end of a page."""
+    how, steps = ARITHMETICS[arithmetic], 12
+    spec = fitted(SPECS[name], how.kind)
+    driver = Driver(how.make(spec))
+    prefix = driver.prefix(TOKENS[:LENGTH], window=window)
+    request = driver.request(prefix, TOKENS[LENGTH:120], sampling=Sampling(logprobs=20), window=window)
+    driver.decode([request], steps)
+    drawn = driver.drawn[request.id]
+    driver.engine.close()
+    tokens = (*request.tokens, *(token for token, _ in drawn[:-1]))
+    logits = reference_logits(how, spec, tokens, loops=2, window=window)[-steps:].astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    tops = [dict(logprob.top) for _, logprob in drawn[1:] if logprob]
+    got = np.array([list(top.values()) for top in tops])
+    error = difference(got, np.stack([row[list(top)] for row, top in zip(expected, tops, strict=True)]))
+    assert error < how.tolerance, f"{name}: {error}"
+
+
+@pytest.mark.gpu
+def test_the_served_size() -> None:
+    """407m at its 8 loops, where sums run over 8192 inputs and 10 blocks follow one another."""
+    how = replace(ARITHMETICS["cuda"], make=lambda _: make_engine("cuda", weights_of("407m"), kv_memory=1 << 30))
+    driver, model = Driver(how.make(SIZES["407m"]), loops=8), Reference(weights_of("407m"), np.float32, kv="fp16")
+    prefix = driver.prefix(TOKENS)
+    got = driver.engine.read_logits(prefix.id)
+    driver.engine.close()
+    assert difference(got, model.forward(TOKENS, model.new_cache(8))[-1]) < 3 * how.tolerance
