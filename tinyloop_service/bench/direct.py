@@ -1,0 +1,104 @@
+"""An engine driven by hand: prefills and decode steps with nothing between, through `engine.step(plan)`."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+from tinyloop_service.bench.workload import Progress, Samples, Workload, positions_decoded
+from tinyloop_service.engine.api import PAGE_TOKENS, Block, Clone, Engine, Extend, Open, Plan, Prefill, SequenceId
+from tinyloop_service.types import Sampling, TokenIds
+
+
+class Direct:
+    """Drives an engine with plans of its own making; pages are handed out in order and all taken back by `clear`."""
+
+    PREFIX: SequenceId = 1
+
+    def __init__(self, engine: Engine, loops: int) -> None:
+        self.engine = engine
+        self.loops = loops
+        self.layers = engine.limits.cache_layers(loops)
+        self._plans = itertools.count(1)
+        self._pages_taken = 0
+        self._open: list[SequenceId] = []
+        self._last_block: Block = ()
+
+    def prefill(self, tokens: TokenIds) -> float:
+        """Build the prefix; milliseconds over all its plans."""
+        blocks = self._take_blocks(self.engine.limits.own_blocks(0, len(tokens)))
+        self._last_block = blocks[-1]
+        self._open.append(self.PREFIX)
+        opened = Open(self.PREFIX, None, 0, self.loops, 0, None)
+        begins: dict[str, Any] = {"open": (opened,), "extend": (Extend(self.PREFIX, blocks),)}
+        size, elapsed = self.engine.limits.max_chunk, 0.0
+        for start in range(0, len(tokens), size):
+            chunk = Prefill(self.PREFIX, start, tokens[start : start + size], last=start + size >= len(tokens))
+            elapsed += self._step(Plan(next(self._plans), prefill=(chunk,), **begins))
+            begins = {}
+        return elapsed
+
+    def open_rows(self, length: int, count: int, room: int) -> tuple[SequenceId, ...]:
+        """`count` requests off the prefix of `length` tokens, `room` own positions each, their first token sampled."""
+        limits = self.engine.limits
+        rows = tuple(range(self.PREFIX + 1, self.PREFIX + 1 + count))
+        own = {seq: self._take_blocks(limits.own_blocks(length, length + room)) for seq in rows}
+        partial = length % PAGE_TOKENS
+        self._open.extend(rows)
+        self._step(
+            Plan(
+                next(self._plans),
+                open=tuple(Open(seq, self.PREFIX, length, self.loops, 0, Sampling()) for seq in rows),
+                extend=tuple(Extend(seq, own[seq]) for seq in rows),
+                clone=tuple(Clone(seq, self._last_block, own[seq][0], partial) for seq in rows if partial),
+                activate=(self.PREFIX,) if limits.active_pages_per_page else (),
+                first=rows,
+            )
+        )
+        return rows
+
+    def decode(self, rows: tuple[SequenceId, ...], steps: int) -> float:
+        """Milliseconds of one decode step, of a plan of `steps`."""
+        return self._step(Plan(next(self._plans), decode=rows, num_steps=steps)) / steps
+
+    def clear(self) -> None:
+        """Close every sequence, children first, and take all pages back."""
+        released = tuple(range(self._pages_taken))
+        self._step(Plan(next(self._plans), close=tuple(reversed(self._open)), released=released))
+        self._open, self._pages_taken = [], 0
+
+    def _step(self, plan: Plan) -> float:
+        start = time.perf_counter()
+        self.engine.step(plan)
+        return (time.perf_counter() - start) * 1e3
+
+    def _take_blocks(self, count: int) -> tuple[Block, ...]:
+        first, total = self._pages_taken, self.engine.limits.num_pages
+        self._pages_taken += count * self.layers
+        if self._pages_taken > total:
+            raise ValueError(f"{self._pages_taken} pages needed, the pool has {total}; give more with --kv-memory")
+        return tuple(tuple(range(page, page + self.layers)) for page in range(first, self._pages_taken, self.layers))
+
+
+def measure_prefill(direct: Direct, tokens: TokenIds, rounds: int, progress: Progress) -> list[float]:
+    times = []
+    for index in range(rounds):
+        progress(f"prefill of {len(tokens)} tokens, {index + 1} of {rounds}")
+        times.append(direct.prefill(tokens))
+        direct.clear()
+    return times
+
+
+def measure_steps(direct: Direct, tokens: TokenIds, workload: Workload, progress: Progress) -> Samples:
+    """Steps per number of rows, one row always: the prediction needs it.  A shape's first plan is not counted."""
+    progress("a prefix to decode from")
+    times: Samples = {}
+    for count in sorted({1, *workload.rows}):
+        direct.prefill(tokens)
+        rows = direct.open_rows(len(tokens), count, room=positions_decoded(workload))
+        progress(f"decode steps of {count} rows")
+        direct.decode(rows, workload.steps_at_once)
+        times[str(count)] = [direct.decode(rows, workload.steps_at_once) for _ in range(workload.steps)]
+        direct.clear()
+    return times

@@ -1,0 +1,32 @@
+"""Where a figure was measured: processor, cores, GPUs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+
+def describe_machine() -> str:
+    """For example "AMD EPYC 9R14, 2 cores", or "…, 16 cores, NVIDIA H200 with driver 580.159.04"."""
+    return ", ".join([f"{_processor()}, {len(os.sched_getaffinity(0))} cores", *_gpus()])
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    """As nvidia-smi names them; none where there is no such program."""
+    query = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.replace(", ", " with driver ") for line in answer.splitlines() if line]
