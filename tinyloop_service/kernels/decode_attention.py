@@ -1,0 +1,114 @@
+"""Attention of one token per row against the pages of its sequence: launches kernels_cu/decode_attention.cu.
+
+In: queries, pages, and the work list as device arrays.  Out: `a` is written on the device's stream.  Nothing is read on
+the host, and the grid depends on shapes alone: a captured launch stays right when the arrays' contents change.
+Refuses arrays of another shape or type.  Not checked, for that would be a read: that pages, rows and slots exist.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tinyloop_service.kernels.device import Array, Device
+from tinyloop_service.kernels.match import KernelArgumentError, match
+
+PAGE_TOKENS = 64
+MOST_ROWS = 64
+MOST_QUERIES_PER_KV = 16  # they share one tile of queries
+_THREADS = 128
+_BLOCKS_PER_SM = 4  # as many as registers allow
+
+
+def decode_attention(
+    device: Device,
+    q: Array,
+    pool: Array,
+    tables: Array,
+    layer: int,
+    items: Array,
+    num_items: Array,
+    entries: Array,
+    row_items: Array,
+    position: Array,
+    window: Array,
+    partial_o: Array,
+    partial_ml: Array,
+    counters: Array,
+    a: Array,
+    *,
+    num_kv_heads: int,
+    dependent: bool = False,
+) -> None:
+    """a[r, h] = softmax(q[r, h]·K/√D)·V over the positions that row r sees.
+
+    q, a        float16 [R, H·D]                     R ≤ 64
+    pool        float16 [pages, 2·G·64·D]            G = num_kv_heads
+    tables      int32 [slots, max_layers, max_blocks]
+    items       int32 [max_items, 4]                 slot whose table names the page, block, first entry, 1..64 entries
+    num_items   int32 [1]
+    entries     int32 [max_entries, 2]               row, ordinal of the split among the row's, ascending from 0
+    row_items   int32 [R]                            splits of the row; 0 for a padding row, whose `a` is not written
+    position    int32 [R]                            of the row's token, whose K and V are in its page already
+    window      int32 [R]                            0: everything is seen
+    partial_o   float32 [R, H, max_blocks, D], partial_ml float32 [R, H, max_blocks, 2]: scratch
+    counters    int32 [R, G]                         zero before and after
+
+    Items that many rows share come first: a block takes items in order, and shared ones cost most.  With
+    `dependent`, everything but q and the pages' newest tokens must have been written before the kernel that precedes
+    this one in the stream began.
+    """
+    sizes = match(
+        "decode_attention",
+        q=(q, "float16", "R, Q"),
+        pool=(pool, "float16", "P, E"),
+        tables=(tables, "int32", "S, L, B"),
+        items=(items, "int32", "I, 4"),
+        num_items=(num_items, "int32", "1"),
+        entries=(entries, "int32", "N, 2"),
+        row_items=(row_items, "int32", "R"),
+        position=(position, "int32", "R"),
+        window=(window, "int32", "R"),
+        partial_o=(partial_o, "float32", "R, H, B, D"),
+        partial_ml=(partial_ml, "float32", "R, H, B, 2"),
+        counters=(counters, "int32", "R, G"),
+        a=(a, "float16", "R, Q"),
+    )
+    rows, heads, head_dim = sizes["R"], sizes["H"], sizes["D"]
+    check_heads("decode_attention", sizes, num_kv_heads, layer)
+    if rows > MOST_ROWS:
+        raise KernelArgumentError(f"decode_attention: {rows} rows, at most {MOST_ROWS} are possible")
+    kernel = device.kernel(
+        "decode_attention", "decode_attention", TL_HEAD_DIM=head_dim, TL_QUERIES_PER_KV=heads // num_kv_heads
+    )
+    grid = min(sizes["I"] * num_kv_heads, _BLOCKS_PER_SM * device.num_sms)
+    arguments = (
+        *(q, pool, tables, items, num_items, entries, row_items, position, window, partial_o, partial_ml, counters, a),
+        *map(np.int32, (layer, rows, heads, num_kv_heads, sizes["L"], sizes["B"])),
+        softmax_scale(head_dim),
+    )
+    device.launch(kernel, (grid, 1, 1), _THREADS, arguments, dependent=dependent)
+
+
+def softmax_scale(head_dim: int) -> np.float32:
+    """From a product of q and K to an exponent of 2."""
+    return np.float32(math.log2(math.e) / math.sqrt(head_dim))
+
+
+def check_heads(kernel: str, sizes: dict[str, int], num_kv_heads: int, layer: int) -> None:
+    """That q, pages and layer belong together.  sizes: Q = H·D, H, D, E = 2·G·64·D, L."""
+    heads, head_dim = sizes["H"], sizes["D"]
+    if head_dim not in (64, 128):
+        raise KernelArgumentError(f"{kernel}: head_dim is {head_dim}, expected 64 or 128")
+    if num_kv_heads < 1 or heads % num_kv_heads or heads // num_kv_heads > MOST_QUERIES_PER_KV:
+        raise KernelArgumentError(
+            f"{kernel}: {heads} heads for {num_kv_heads} K/V heads, expected 1 to {MOST_QUERIES_PER_KV} for each"
+        )
+    if sizes["Q"] != heads * head_dim:
+        raise KernelArgumentError(f"{kernel}: q has {sizes['Q']} columns, expected H·D = {heads * head_dim}")
+    if sizes["E"] != 2 * num_kv_heads * PAGE_TOKENS * head_dim:
+        page = 2 * num_kv_heads * PAGE_TOKENS * head_dim
+        raise KernelArgumentError(f"{kernel}: a page has {sizes['E']} elements, expected 2·G·64·D = {page}")
+    if not 0 <= layer < sizes["L"]:
+        raise KernelArgumentError(f"{kernel}: layer is {layer}, the tables have {sizes['L']}")

@@ -1,0 +1,66 @@
+"""Causal attention of prompt tokens against the pages of their sequences: launches kernels_cu/prefill_attention.cu.
+
+In: queries, pages, and tiles of queries as device arrays.  Out: `a` is written on the device's stream.  Refuses arrays
+of another shape or type.  Not checked, for that would be a read: that pages, rows and slots exist.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinyloop_service.kernels.decode_attention import PAGE_TOKENS, check_heads, softmax_scale
+from tinyloop_service.kernels.device import Array, Device
+from tinyloop_service.kernels.match import KernelArgumentError, match
+
+TILE_ROWS = 64  # most queries of a tile
+_THREADS = 128
+_STAGES = 2
+
+
+def prefill_attention(
+    device: Device,
+    q: Array,
+    pool: Array,
+    tables: Array,
+    layer: int,
+    tiles: Array,
+    a: Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    dependent: bool = False,
+) -> None:
+    """a[i, h] = softmax(q[i, h]·K/√D)·V over the positions that token i sees, its own included.
+
+    q, a     float16 [T, H·D]                   H = num_heads
+    pool     float16 [pages, 2·G·64·D]          G = num_kv_heads; the tokens' own K and V are in it already
+    tables   int32 [slots, max_layers, max_blocks]
+    tiles    int32 [tiles, 6]                   slot, first row of q, 1..64 rows, position of the first, window, 0
+
+    Every tile is launched: pass a view of as many as there are.  Rows of q that are in no tile are not written.
+    A sequence's tiles come in order of position: blocks start with the last ones, which have most pages.
+    """
+    sizes = match(
+        "prefill_attention",
+        q=(q, "float16", "T, Q"),
+        pool=(pool, "float16", "P, E"),
+        tables=(tables, "int32", "S, L, B"),
+        tiles=(tiles, "int32", "N, 6"),
+        a=(a, "float16", "T, Q"),
+    )
+    if num_heads < 1 or sizes["Q"] % num_heads:
+        raise KernelArgumentError(f"prefill_attention: q has {sizes['Q']} columns for {num_heads} heads")
+    head_dim = sizes["Q"] // num_heads
+    check_heads("prefill_attention", sizes | {"H": num_heads, "D": head_dim}, num_kv_heads, layer)
+    kernel = device.kernel(
+        "prefill_attention", "prefill_attention", TL_HEAD_DIM=head_dim, TL_QUERIES_PER_KV=num_heads // num_kv_heads
+    )
+    arguments = (
+        *(q, pool, tables, tiles, a),
+        *map(np.int32, (layer, num_heads, num_kv_heads, sizes["L"], sizes["B"])),
+        softmax_scale(head_dim),
+    )
+    shared_bytes = _STAGES * 2 * PAGE_TOKENS * head_dim * 2  # K and V of a head in a page, fp16
+    device.launch(
+        kernel, (num_heads, sizes["N"], 1), _THREADS, arguments, shared_bytes=shared_bytes, dependent=dependent
+    )
