@@ -1,20 +1,21 @@
-"""The demo's measurement: the same requests with a shared prefix and without one, as their callers see them.
+"""Measured as callers see it: the same requests with a shared prefix and without one.
 
     SHARED     one create, then all requests at once        NO_CACHE   each with its own prefill, one after the other
 
-In: a client of a running server, and texts.  Out: one `Outcome`.  Requests are sampled with fixed seeds, so both ways
-must give the same tokens.
+In: a client of a running server, and texts or ids.  Out: one `Outcome`.  Request i has seed i, so both ways must give
+the same tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from tinyloop_service.arguments import Prompt
 from tinyloop_service.bench import predicted_speedup
 from tinyloop_service.client import AsyncClient
 from tinyloop_service.types import TokenIds
@@ -102,37 +103,50 @@ class Outcome:
 
 
 async def run_shared(
-    client: AsyncClient, prefix: str, suffixes: Sequence[str], max_tokens: int, show: ShowPiece
+    client: AsyncClient,
+    prefix: Prompt,
+    suffixes: Sequence[Prompt],
+    max_tokens: int,
+    show: ShowPiece,
+    sampling: Mapping[str, Any] = SAMPLING,
 ) -> tuple[Run, float, int]:
-    """The run, the milliseconds of its create, and the prefix's bytes."""
+    """The run, the milliseconds of its create, and the prefix's bytes.  The prefix stays, under PREFIX_ID."""
     began = time.perf_counter()
     built = await client.create_prefix(PREFIX_ID, prefix)
     build_ms = _since(began)
     answers = await asyncio.gather(
         *(
-            _ask(client, index, max_tokens, show, prefix=PREFIX_ID, suffix=suffix)
+            _ask(client, index, max_tokens, show, sampling, prefix=PREFIX_ID, suffix=suffix)
             for index, suffix in enumerate(suffixes)
         )
     )
     return Run(tuple(answers), _since(began)), build_ms, built.size_bytes
 
 
-async def run_no_cache(client: AsyncClient, prompts: Sequence[Sequence[int]], max_tokens: int, count: Count) -> Run:
+async def run_no_cache(
+    client: AsyncClient,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    count: Count,
+    sampling: Mapping[str, Any] = SAMPLING,
+) -> Run:
     """One request after the other, as token ids: prefix and suffix tokenised separately, as in the other run."""
     answers: list[Answer] = []
     began = time.perf_counter()
     for index, prompt in enumerate(prompts):
-        answers.append(await _ask(client, index, max_tokens, lambda request, text: None, prompt=prompt))
+        answers.append(await _ask(client, index, max_tokens, lambda request, text: None, sampling, prompt=prompt))
         count(index + 1)
     return Run(tuple(answers), _since(began))
 
 
-async def _ask(client: AsyncClient, index: int, max_tokens: int, show: ShowPiece, **start: Any) -> Answer:
+async def _ask(
+    client: AsyncClient, index: int, max_tokens: int, show: ShowPiece, sampling: Mapping[str, Any], **start: Any
+) -> Answer:
     """Stream one request; its seed is its index."""
     began = time.perf_counter()
     ttft_ms = 0.0
     tokens: list[int] = []
-    async for delta in client.stream(**start, max_tokens=max_tokens, seed=index, **SAMPLING):
+    async for delta in client.stream(**start, max_tokens=max_tokens, seed=index, **sampling):
         if delta.token_ids and not tokens:
             ttft_ms = _since(began)
         tokens.extend(delta.token_ids)

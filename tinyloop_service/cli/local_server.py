@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,10 +22,13 @@ _ADDRESSES = ("--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0", "--lo
 
 
 @asynccontextmanager
-async def local_server(model: Path) -> AsyncIterator[str]:
-    """Serve `model` on a free port; yields the address.  TinyLoopError if it does not come up."""
+async def local_server(model: Path, variables: Mapping[str, str] | None = None) -> AsyncIterator[str]:
+    """Serve `model` on a free port; yields the address.  TinyLoopError if it does not come up.
+
+    variables: TINYLOOP_ settings, beside those of this process.
+    """
     command = (sys.executable, "-m", "tinyloop_service.cli", "serve", "--model", str(model), *_ADDRESSES)
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, env={**os.environ, **(variables or {})})
     try:
         address, health = await _addresses(process)
         await _check_health(health)
