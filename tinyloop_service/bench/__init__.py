@@ -13,7 +13,7 @@ sockets: `direct` drives `engine.step(plan)` with nothing between, `run` goes th
 """
 
 from tinyloop_service.bench.machine import describe_machine
-from tinyloop_service.bench.run import run_bench
+from tinyloop_service.bench.run import no_cache_totals, run_bench
 from tinyloop_service.bench.workload import Progress, Report, Workload, kv_memory_for, predicted_speedup, prompt_tokens
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Workload",
     "describe_machine",
     "kv_memory_for",
+    "no_cache_totals",
     "predicted_speedup",
     "prompt_tokens",
     "run_bench",

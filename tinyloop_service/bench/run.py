@@ -28,7 +28,7 @@ def run_bench(engine: Engine, workload: Workload, progress: Progress = lambda _:
     prefills = measure_prefill(direct, tokens, workload.rounds, progress)
     steps = measure_steps(direct, tokens, workload, progress)
     shared, singles = asyncio.run(_measure_requests(engine, tokens, loops, workload, progress))
-    no_cache, scaled = _no_cache(singles, workload.rows)
+    no_cache, scaled = no_cache_totals(singles, workload.rows)
     samples = {"prefill": {"1": prefills}, "decode_step": steps, "shared": shared, "no_cache": no_cache}
     return Report.of(engine, workload, samples, scaled)
 
@@ -102,7 +102,7 @@ async def _timed(work: Awaitable[None]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _no_cache(rounds: list[list[float]], rows: tuple[int, ...]) -> tuple[Samples, list[str]]:
+def no_cache_totals(rounds: list[list[float]], rows: tuple[int, ...]) -> tuple[Samples, list[str]]:
     """Of each round's requests, the time of N; and which N are scaled from the measured ones."""
     measured = len(rounds[0])
 
