@@ -1,0 +1,143 @@
+"""How a decode linear is cut into blocks: pure arithmetic over shapes, shared by the wrappers of linear.cu.
+
+In: a product's sizes, the number of rows, what a device offers.  Out: a `Cut`: compile-time parameters, grid, shared
+memory, number of partials.  matmul.cuh draws what the numbers mean.  Bits of a row are the same under every cut; only
+speed differs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tinyloop_service.kernels.match import KernelArgumentError
+from tinyloop_service.kernels.pack import BLOCK_INPUTS, LinearKind
+
+PARTS: dict[LinearKind, int] = {"qkv": 8, "o": 8, "gate_up": 2, "down": 16, "head": 2}  # of K; fixes every sum's order
+MOST_ROWS = 64
+WARPS = 8
+_KIB = 1024
+_MOST_TILES = 3
+_MOST_DEPTH = 6
+_SHARED_LIMITS = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_87": 163,
+    "sm_89": 99,
+    "sm_90": 227,
+    "sm_100": 227,
+    "sm_120": 99,
+}  # KiB
+_TARGET_BYTES = 16 * MOST_ROWS  # of linear_qkv: where each row's K and V go
+_RESIDENT_BYTES = 64 * _KIB  # of x in a block up to which it is loaded at once
+_SMALL_RING_BYTES = 72 * _KIB  # of weights: leaves the next kernel room to load its own
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """s[R, N] = x[R, K] · weight[N, K]ᵀ."""
+
+    kind: LinearKind
+    num_tiles: int  # N / 16
+    num_inputs: int  # K
+    group: int  # 0: fp16 weights
+    rows: int  # R
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // 8)
+
+    @property
+    def pieces(self) -> int:
+        """16-byte pieces that a lane holds of one tile."""
+        return 1 if self.group else 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One way to cut a product; the names are those of matmul.cuh."""
+
+    tiles: int  # weight tiles of a warp
+    warps_m: int  # the other 8 / warps_m share K
+    warp_parts: int  # parts of K of a warp
+    depth: int  # stages of the rings, one of them being read
+    resident: bool  # x is loaded at once instead of through a ring
+
+    def num_partials(self, kind: LinearKind) -> int:
+        return PARTS[kind] // (WARPS // self.warps_m * self.warp_parts)
+
+    def grid(self, p: Product) -> tuple[int, int, int]:
+        return -(-p.num_tiles // (self.warps_m * self.tiles)), self.num_partials(p.kind), 1
+
+    def num_stages(self, p: Product) -> int:
+        """Tiles along K of the longest part."""
+        unit = max(BLOCK_INPUTS, p.group)
+        return -(-(p.num_inputs // unit) // PARTS[p.kind]) * (unit // BLOCK_INPUTS)
+
+    def shared_bytes(self, p: Product) -> int:
+        """As take_share in matmul.cuh lays it out; the sums of all warps come over it at the end."""
+        stages = self.num_stages(p)
+        slots = min(self.depth, stages)
+        parts = WARPS // self.warps_m * self.warp_parts
+        x = parts * (stages if self.resident else slots) * p.rows * BLOCK_INPUTS * 2
+        weights = WARPS * slots * self.warp_parts * self.tiles * p.pieces * 512
+        scales = WARPS * self.warp_parts * self.tiles * (stages * BLOCK_INPUTS // p.group) * 32 if p.group else 0
+        sums = WARPS * self.tiles * p.row_tiles * 512
+        return max(x + weights + scales, sums) + (_TARGET_BYTES if p.kind == "qkv" else 0)
+
+    def defines(self, p: Product) -> dict[str, int]:
+        return {
+            "TL_ROW_TILES": p.row_tiles,
+            "TL_GROUP": p.group,
+            "TL_TILES": self.tiles,
+            "TL_WARPS_M": self.warps_m,
+            "TL_WARP_PARTS": self.warp_parts,
+            "TL_DEPTH": self.depth,
+            "TL_RESIDENT": int(self.resident),
+        }
+
+
+def shared_limit(arch: str) -> int:
+    """Bytes of shared memory that a block may have on a device of this architecture."""
+    return _SHARED_LIMITS.get(arch.rstrip("a"), 99) * _KIB
+
+
+@functools.cache
+def choose_cut(p: Product, *, num_sms: int, limit: int) -> Cut:
+    """The cut that should be fastest: work spread evenly, then tiles that share activations, then deep rings."""
+    full = replace(p, rows=8 * p.row_tiles)  # so that all counts of one row tile share their kernels
+    for cut in sorted(_candidates(p), key=lambda cut: _preference(cut, p, num_sms)):
+        if cut.shared_bytes(full) <= limit:
+            return cut
+    raise KernelArgumentError(f"linear: {p} needs more than the {limit} bytes of shared memory there are")
+
+
+def _candidates(p: Product) -> Iterator[Cut]:
+    small = p.rows * p.num_inputs * 2 <= _RESIDENT_BYTES
+    shapes: dict[LinearKind, tuple[int, int]] = {  # warps along M, parts of a warp
+        "qkv": (1, 1),
+        "o": (1, 1) if small else (4, 1),
+        "gate_up": (4, 1),
+        "down": (1, 2) if small else (4, 1),
+        "head": (4, 1),
+    }
+    warps_m, warp_parts = shapes[p.kind]
+    for tiles in range(1, _MOST_TILES + 1):
+        whole = Cut(tiles, warps_m, warp_parts, depth=_small_depth(p, tiles * warp_parts), resident=True)
+        x_bytes = p.rows * p.num_inputs * 2 // whole.num_partials(p.kind)
+        if p.row_tiles == 1 and x_bytes <= _RESIDENT_BYTES:
+            yield whole
+        for depth in range(2, _MOST_DEPTH + 1):
+            yield Cut(tiles, warps_m, warp_parts, depth, resident=False)
+
+
+def _small_depth(p: Product, tiles: int) -> int:
+    stage_bytes = WARPS * tiles * p.pieces * 512
+    return min(max(_SMALL_RING_BYTES // stage_bytes, 3), 9)
+
+
+def _preference(cut: Cut, p: Product, num_sms: int) -> tuple[int, int, bool, int]:
+    grid = cut.grid(p)
+    waves = -(-grid[0] * grid[1] // num_sms)
+    return waves * cut.tiles, -cut.tiles, not cut.resident, -cut.depth

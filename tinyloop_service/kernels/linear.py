@@ -1,0 +1,172 @@
+"""Decode linears, 1 to 64 rows: launches kernels_cu/linear.cu.
+
+In: packed weights and fp16 activations.  Out: q and pages, h, partials or logits, written on the device's stream.
+Bits of a row depend on that row and the weights alone.  Refuses arrays of another shape or type; how a launch is cut
+into blocks is decided in cut.py, or given as `cut` (benchmarks and tests).  Not checked, for that would be a read:
+that pages, slots and positions exist.
+
+`dependent`: weights are loaded while the kernel before still runs; they must be older than that.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinyloop_service.kernels.cut import MOST_ROWS, Cut, Product, choose_cut, shared_limit
+from tinyloop_service.kernels.device import Array, Device
+from tinyloop_service.kernels.match import KernelArgumentError, match
+from tinyloop_service.kernels.pack import LinearKind, PackedLinear
+
+PAGE_TOKENS = 64
+THREADS = 256
+_QKV, _GATE_UP, _PARTIALS, _LOGITS = range(4)  # TL_EPILOGUE
+
+
+def linear_qkv(
+    device: Device,
+    packed: PackedLinear,
+    y: Array,
+    position: Array,
+    row_slot: Array,
+    tables: Array,
+    layer: int,
+    pool: Array,
+    cos: Array,
+    sin: Array,
+    q: Array,
+    *,
+    num_kv_heads: int,
+    cut: Cut | None = None,
+    dependent: bool = False,
+) -> None:
+    """q = rope(Wq·y); rope(Wk·y) and Wv·y go to page tables[slot, layer, position / 64], all rounded to fp16.
+
+    y          float16 [R, K]
+    position   int32 [R]         absolute; −1: a padding row, for which nothing is written
+    row_slot   int32 [R]         −1: likewise
+    tables     int32 [slots, max_layers, max_blocks]
+    pool       float16 [pages, 2·G·64·D]    G = num_kv_heads
+    cos, sin   float32 [max_seq_len, D/2]
+    q          float16 [R, H·D]
+    """
+    sizes = match(
+        "linear_qkv",
+        y=(y, "float16", "R, K"),
+        position=(position, "int32", "R"),
+        row_slot=(row_slot, "int32", "R"),
+        tables=(tables, "int32", "S, L, B"),
+        pool=(pool, "float16", "P, E"),
+        cos=(cos, "float32", "M, F"),
+        sin=(sin, "float32", "M, F"),
+        q=(q, "float16", "R, Q"),
+    )
+    head_dim = 2 * sizes["F"]
+    _require("linear_qkv", "columns of q", sizes["Q"], packed.num_outputs - 2 * num_kv_heads * head_dim)
+    _require("linear_qkv", "elements of a page", sizes["E"], 2 * num_kv_heads * PAGE_TOKENS * head_dim)
+    if not 0 <= layer < sizes["L"]:
+        raise KernelArgumentError(f"linear_qkv: layer is {layer}, the tables have {sizes['L']}")
+    paging = (position, row_slot, tables, np.int32(layer), np.int32(sizes["L"]), np.int32(sizes["B"]), pool)
+    heads = (sizes["Q"] // head_dim, num_kv_heads, head_dim, int(packed.pairing == "interleaved"))
+    arguments = (*paging, cos, sin, q, *map(np.int32, heads))
+    _launch(device, "linear_qkv", _QKV, ("qkv",), packed, y, arguments, cut, dependent)
+
+
+def linear_gate_up(
+    device: Device,
+    packed: PackedLinear,
+    y: Array,
+    h: Array,
+    *,
+    cut: Cut | None = None,
+    dependent: bool = False,
+) -> None:
+    """h = silu(Wgate·y) · (Wup·y), rounded to fp16.   y float16 [R, K], h float16 [R, F]."""
+    sizes = match("linear_gate_up", y=(y, "float16", "R, K"), h=(h, "float16", "R, F"))
+    _require("linear_gate_up", "columns of h", sizes["F"], packed.num_outputs // 2)
+    _launch(device, "linear_gate_up", _GATE_UP, ("gate_up",), packed, y, (h,), cut, dependent)
+
+
+def linear_partials(
+    device: Device,
+    packed: PackedLinear,
+    y: Array,
+    partials: Array,
+    *,
+    cut: Cut | None = None,
+    dependent: bool = False,
+) -> None:
+    """Σ over C of partials = W·y for "o" and "down"; fold_norm adds them up.
+
+    y float16 [R, K], partials float32 [C, R, N] with C = num_partials(device, packed, R).
+    """
+    form = {"y": (y, "float16", "R, K"), "partials": (partials, "float32", "C, R, N")}
+    sizes = match("linear_partials", **form)
+    cut = cut or cut_of(device, packed, sizes["R"])
+    _require("linear_partials", "columns of partials", sizes["N"], packed.num_padded)
+    _require("linear_partials", "number of partials", sizes["C"], cut.num_partials(packed.kind))
+    _launch(device, "linear_partials", _PARTIALS, ("o", "down"), packed, y, (partials,), cut, dependent)
+
+
+def linear_logits(
+    device: Device,
+    packed: PackedLinear,
+    y: Array,
+    logits: Array,
+    *,
+    cut: Cut | None = None,
+    dependent: bool = False,
+) -> None:
+    """logits = W·y.   y float16 [R, K], logits float32 [R, V rounded up to 16]; the columns from V on are zeros."""
+    sizes = match("linear_logits", y=(y, "float16", "R, K"), logits=(logits, "float32", "R, N"))
+    _require("linear_logits", "columns of logits", sizes["N"], packed.num_padded)
+    _launch(device, "linear_logits", _LOGITS, ("head",), packed, y, (logits,), cut, dependent)
+
+
+def num_partials(device: Device, packed: PackedLinear, rows: int) -> int:
+    """C of linear_partials for this many rows: 1, 2, 4 or 8."""
+    return cut_of(device, packed, rows).num_partials(packed.kind)
+
+
+def cut_of(device: Device, packed: PackedLinear, rows: int) -> Cut:
+    """How a launch over this many rows is cut."""
+    if not 1 <= rows <= MOST_ROWS:
+        raise KernelArgumentError(f"linear: {rows} rows, expected 1 to {MOST_ROWS}")
+    return choose_cut(product_of(packed, rows), num_sms=device.num_sms, limit=shared_limit(device.arch))
+
+
+def product_of(packed: PackedLinear, rows: int) -> Product:
+    return Product(packed.kind, packed.num_tiles, packed.num_inputs, packed.group, rows)
+
+
+def _launch(
+    device: Device,
+    name: str,
+    epilogue: int,
+    kinds: tuple[LinearKind, ...],
+    packed: PackedLinear,
+    y: Array,
+    arguments: tuple[object, ...],
+    cut: Cut | None,
+    dependent: bool,
+) -> None:
+    if packed.kind not in kinds:
+        raise KernelArgumentError(f"{name}: packed is {packed.kind!r}, expected {' or '.join(map(repr, kinds))}")
+    rows = int(y.shape[0])
+    _require(name, "columns of y", int(y.shape[1]), packed.num_inputs)
+    cut = cut or cut_of(device, packed, rows)
+    product = product_of(packed, rows)
+    kernel = device.kernel("linear", name, TL_EPILOGUE=epilogue, **cut.defines(product))
+    sizes = map(np.int32, (rows, packed.num_tiles, packed.num_inputs, packed.keep))
+    device.launch(
+        kernel,
+        cut.grid(product),
+        THREADS,
+        (packed.weights, packed.scales, y, *sizes, *arguments),
+        shared_bytes=cut.shared_bytes(product),
+        dependent=dependent,
+    )
+
+
+def _require(name: str, what: str, given: int, expected: int) -> None:
+    if given != expected:
+        raise KernelArgumentError(f"{name}: {what}: {given}, expected {expected}")
