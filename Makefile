@@ -1,20 +1,23 @@
 # TinyLoop: `make demo` shows it, `make test` proves it, `make check` is what CI runs.
 #
 # Everything lives in .venv; it is made and filled once, and again only when pyproject.toml changes.
-# Another interpreter: `make PYTHON=python3.12 demo`.
+# Another interpreter: `make PYTHON=python3.12 demo`.  Targets that end in -gpu need a GPU; CUDA 12: `make CUDA=12 test-gpu`.
 
 PYTHON ?= python3
+CUDA ?= 13
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# Two stamps, so that a demo does not wait for linters: what the service needs, and what its developers need.
+# Stamps, so that a demo does not wait for linters: what the service needs, its developers need, a GPU needs.
 RUN_READY := $(VENV)/.ready-run
 DEV_READY := $(VENV)/.ready-dev
+GPU_READY := $(VENV)/.ready-cuda$(CUDA)
+GPU_RESULTS ?= build/gpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check lint protos clean
+.PHONY: help demo serve test check lint protos clean test-gpu bench-gpu sanitize-gpu
 
 help:
 	@echo "make demo    start a server with the demo model, share one prefix among 10 concurrent requests, measure it"
@@ -24,6 +27,11 @@ help:
 	@echo "make check   lint and test"
 	@echo "make protos  generate tinyloop_service/pb from protos/ again"
 	@echo "make clean   remove .venv, caches and build outputs"
+	@echo
+	@echo "on a machine with an NVIDIA GPU (CUDA=12 for a driver of CUDA 12); results in $(GPU_RESULTS):"
+	@echo "make test-gpu      kernels and engine on the GPU"
+	@echo "make bench-gpu     every kernel, steps, prefills; NO_CACHE and SHARED in process and through gRPC"
+	@echo "make sanitize-gpu  compute-sanitizer, memcheck and racecheck, over small cases"
 
 demo: $(RUN_READY)
 	@$(BIN)/tinyloop demo
@@ -46,6 +54,15 @@ lint: $(DEV_READY)
 protos: $(DEV_READY)
 	$(BIN)/python protos/generate.py
 
+test-gpu: $(GPU_READY)
+	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) kernels engine
+
+bench-gpu: $(GPU_READY)
+	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) bench-kernels bench-prefix
+
+sanitize-gpu: $(GPU_READY)
+	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) sanitize
+
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tinyloop_service tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -66,3 +83,8 @@ $(DEV_READY): pyproject.toml | $(BIN)/python
 	@echo "Installing TinyLoop and its development tools into $(VENV) (once; a minute or two) ..."
 	@$(PIP) install --editable '.[dev]'
 	@touch $(RUN_READY) $@
+
+$(GPU_READY): pyproject.toml | $(BIN)/python
+	@echo "Installing TinyLoop, its development tools and CuPy for CUDA $(CUDA) into $(VENV) (once; some minutes) ..."
+	@$(PIP) install --editable '.[dev,cuda$(CUDA)]'
+	@touch $(RUN_READY) $(DEV_READY) $@
