@@ -1,0 +1,203 @@
+"""decode_attention against float64, against its reference, and against itself in other company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_cases import LAYER, PAGE, Sequences
+from numpy.typing import NDArray
+
+from tinyloop_service.kernels.decode_attention import decode_attention
+from tinyloop_service.kernels.device import Device
+from tinyloop_service.kernels.match import KernelArgumentError
+from tinyloop_service.kernels.references import decode_attention as reference
+
+Array = NDArray[Any]
+
+WINDOWS = (0, 1, 63, 64, 65, 100)
+SHAPES = [(2, 2, 128), (4, 2, 64), (4, 1, 128), (3, 1, 64)]  # heads, K/V heads, head_dim
+UNWRITTEN = 7.0
+
+
+@dataclass(frozen=True)
+class Row:
+    slot: int
+    position: int
+    window: int = 0
+
+    def blocks(self, *, hidden: bool) -> list[int]:
+        """Of the row's splits; with `hidden` also those of which it sees nothing."""
+        first = max(self.position - self.window + 1, 0) // PAGE if self.window and not hidden else 0
+        return list(range(first, self.position // PAGE + 1))
+
+
+def work_list(rows: Sequence[Row], *, shared: int, group: int, hidden: bool) -> dict[str, Array]:
+    """Items over `rows`: of blocks < shared up to `group` rows together, of the others each row alone."""
+    splits = [(block, row) for row, its in enumerate(rows) for block in its.blocks(hidden=hidden)]
+    items: list[tuple[int, int, int, int]] = []
+    entries: list[tuple[int, int]] = []
+    for block in sorted({block for block, _ in splits}):
+        having = [row for at, row in splits if at == block]
+        size = group if block < shared else 1
+        for together in (having[i : i + size] for i in range(0, len(having), size)):
+            items.append((rows[together[0]].slot, block, len(entries), len(together)))
+            entries.extend((row, rows[row].blocks(hidden=hidden).index(block)) for row in together)
+    items.append((99, 99, 99, 99))  # beyond num_items: never read
+    return {
+        "items": np.array(items, np.int32),
+        "num_items": np.array([len(items) - 1], np.int32),
+        "entries": np.array(entries, np.int32),
+        "row_items": np.array([len(row.blocks(hidden=hidden)) for row in rows], np.int32),
+        "position": np.array([row.position for row in rows], np.int32),
+        "window": np.array([row.window for row in rows], np.int32),
+    }
+
+
+def run(
+    device: Device, sequences: Sequences, rows: Sequence[Row], q: Array, *, group: int = 64, hidden: bool = False
+) -> Array:
+    """a [rows, H·D]; q has a row for each of `rows`."""
+    shape = (len(rows), sequences.heads, sequences.max_blocks)
+    counters = device.zeros((len(rows), sequences.kv_heads), np.int32)
+    a = device.upload(np.full_like(q, UNWRITTEN))
+    work = work_list(rows, shared=sequences.shared, group=group, hidden=hidden)
+    decode_attention(
+        device,
+        device.upload(q),
+        device.upload(sequences.pool),
+        device.upload(sequences.tables),
+        LAYER,
+        *map(device.upload, work.values()),
+        device.upload(np.full((*shape, sequences.head_dim), np.nan, np.float32)),
+        device.upload(np.full((*shape, 2), np.nan, np.float32)),
+        counters,
+        a,
+        num_kv_heads=sequences.kv_heads,
+    )
+    assert not device.download(counters).any(), "a counter was left behind: the next launch would never merge"
+    return device.download(a)
+
+
+def check(sequences: Sequences, rows: Sequence[Row], q: Array, a: Array) -> None:
+    for row, its in enumerate(rows):
+        expected, tolerance = sequences.exact(q[row], its.slot, its.position, its.window)
+        excess = np.abs(a[row].astype(np.float64) - expected) - tolerance
+        assert excess.max() <= 0, f"{its} is off by {excess.max():.2e} more than rounding explains"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_against_float64(device: Device, heads: int, kv_heads: int, head_dim: int) -> None:
+    lengths = [1, 2, 63, 64, 65, 118, 200]
+    sequences = Sequences(lengths, heads, kv_heads, head_dim)
+    rows = [Row(slot, length - 1) for slot, length in enumerate(lengths)]
+    q = sequences.queries(len(rows))
+    check(sequences, rows, q, run(device, sequences, rows, q))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows(device: Device, window: int) -> None:
+    sequences = Sequences([150, 129, 192, 128], 2, 1, 64, shared=2)
+    rows = [Row(slot, length - 1, window) for slot, length in enumerate(sequences.lengths)]
+    q = sequences.queries(len(rows))
+    check(sequences, rows, q, run(device, sequences, rows, q))
+
+
+def test_more_splits_than_a_merge_keeps_in_flight(device: Device) -> None:
+    sequences = Sequences([64 * 37 + 5], 1, 1, 64)
+    rows = [Row(0, sequences.lengths[0] - 1)]
+    q = sequences.queries(1)
+    check(sequences, rows, q, run(device, sequences, rows, q))
+
+
+def test_against_the_reference(device: Device) -> None:
+    """The same rounding points: what differs is the order of fp32 sums, seen at most in the last bit of fp16."""
+    sequences = Sequences([150, 130, 200], 4, 2, 64, shared=2)
+    rows = [Row(0, 149), Row(1, 129, 70), Row(2, 199, 1)]
+    q = sequences.queries(len(rows))
+    work = work_list(rows, shared=2, group=64, hidden=True)
+    shape = (len(rows), sequences.heads, sequences.max_blocks)
+    expected, o, ml = np.zeros_like(q), np.zeros((*shape, 64), np.float32), np.zeros((*shape, 2), np.float32)
+    counters = np.zeros((len(rows), 2), np.int32)
+    tables = sequences.tables
+    reference.decode_attention(
+        q, sequences.pool, tables, LAYER, *work.values(), o, ml, counters, expected, num_kv_heads=2
+    )
+    a = run(device, sequences, rows, q, hidden=True)
+    # A weight next to the middle of two fp16 numbers may be rounded the other way: 2^-11 of it, once in a while.
+    np.testing.assert_allclose(a.astype(np.float32), expected.astype(np.float32), rtol=2**-10, atol=2**-10)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES[:3])
+def test_a_rows_bits_do_not_depend_on_its_company(device: Device, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Twenty rows off one prefix: all together (two tiles of queries and more), in groups, each alone."""
+    lengths = [129 + 3 * i for i in range(20)]
+    sequences = Sequences(lengths, heads, kv_heads, head_dim, shared=2)
+    rows = [Row(slot, length - 1, WINDOWS[slot % 6]) for slot, length in enumerate(lengths)]
+    q = sequences.queries(len(rows))
+    together = run(device, sequences, rows, q)
+    check(sequences, rows, q, together)
+    for group in (1, 3, 17):
+        assert np.array_equal(run(device, sequences, rows, q, group=group), together), f"items of {group} rows differ"
+    for row in (0, 7, 19):
+        alone = run(device, sequences, [rows[row]], q[row : row + 1])
+        assert np.array_equal(alone[0], together[row]), f"row {row} alone has other bits"
+    backwards = run(device, sequences, rows[::-1], np.ascontiguousarray(q[::-1]))
+    assert np.array_equal(backwards[::-1], together), "the order of the rows shows"
+
+
+@pytest.mark.parametrize("window", WINDOWS[1:])
+def test_a_split_of_which_nothing_is_seen_weighs_nothing(device: Device, window: int) -> None:
+    sequences = Sequences([290, 257], 2, 2, 64, shared=3)
+    rows = [Row(0, 289, window), Row(1, 256, window)]
+    q = sequences.queries(2)
+    left_out = run(device, sequences, rows, q)
+    assert np.array_equal(run(device, sequences, rows, q, hidden=True), left_out)
+
+
+def test_splits_that_lie_ahead_weigh_nothing(device: Device) -> None:
+    """A work list may name blocks that a row only reaches in a later step."""
+    sequences = Sequences([200], 2, 2, 64)
+    q = sequences.queries(1)
+    now = run(device, sequences, [Row(0, 70)], q)
+
+    class RowWithMore(Row):
+        def blocks(self, *, hidden: bool) -> list[int]:
+            return [0, 1, 2, 3]
+
+    assert np.array_equal(run(device, sequences, [RowWithMore(0, 70)], q), now)
+
+
+def test_nothing_past_a_rows_position_leaks(device: Device) -> None:
+    sequences = Sequences([65, 100], 2, 1, 128, shared=1)
+    rows = [Row(0, 64), Row(1, 99)]
+    q = sequences.queries(2)
+    before = run(device, sequences, rows, q)
+    for slot in (0, 1):
+        sequences.fill_unused(slot)
+    assert np.array_equal(run(device, sequences, rows, q), before)
+
+
+def test_padding_rows_are_left_alone(device: Device) -> None:
+    sequences = Sequences([80], 2, 2, 64)
+    q = sequences.queries(3)
+
+    class Padding(Row):
+        def blocks(self, *, hidden: bool) -> list[int]:
+            return []
+
+    a = run(device, sequences, [Padding(0, -1), Row(0, 79), Padding(0, -1)], q)
+    assert np.array_equal(a[[0, 2]], np.full_like(a[[0, 2]], UNWRITTEN))
+    assert np.array_equal(a[1], run(device, sequences, [Row(0, 79)], q[1:2])[0])
+
+
+def test_refusals(device: Device) -> None:
+    sequences = Sequences([80], 2, 2, 64)
+    with pytest.raises(KernelArgumentError, match="65 rows, at most 64"):
+        run(device, sequences, [Row(0, 79)] * 65, sequences.queries(65))
+    with pytest.raises(KernelArgumentError, match=r"a page has 16384 elements, expected 2·G·64·D = 8192"):
+        sequences.kv_heads = 1
+        run(device, sequences, [Row(0, 79)], sequences.queries(1))

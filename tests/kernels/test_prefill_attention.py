@@ -1,0 +1,134 @@
+"""prefill_attention against float64, against its reference, and against itself with prompts cut otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_cases import LAYER, Sequences
+from numpy.typing import NDArray
+
+from tinyloop_service.kernels.device import Device
+from tinyloop_service.kernels.match import KernelArgumentError
+from tinyloop_service.kernels.prefill_attention import TILE_ROWS, prefill_attention
+from tinyloop_service.kernels.references import prefill_attention as reference
+
+Array = NDArray[Any]
+Chunk = tuple[int, int, int, int, int]  # slot, first row of q, rows, position of the first, window
+
+WINDOWS = (0, 1, 63, 64, 65, 100)
+UNWRITTEN = 7.0
+
+
+def tiles_of(chunks: Sequence[Chunk]) -> Array:
+    tiles = [
+        (slot, row + at, min(TILE_ROWS, count - at), position + at, window, 0)
+        for slot, row, count, position, window in chunks
+        for at in range(0, count, TILE_ROWS)
+    ]
+    return np.array(tiles, np.int32)
+
+
+def run(device: Device, sequences: Sequences, q: Array, chunks: Sequence[Chunk]) -> Array:
+    a = device.upload(np.full_like(q, UNWRITTEN))
+    prefill_attention(
+        device,
+        device.upload(q),
+        device.upload(sequences.pool),
+        device.upload(sequences.tables),
+        LAYER,
+        device.upload(tiles_of(chunks)),
+        a,
+        num_heads=sequences.heads,
+        num_kv_heads=sequences.kv_heads,
+    )
+    return device.download(a)
+
+
+def check(sequences: Sequences, q: Array, a: Array, chunks: Sequence[Chunk]) -> None:
+    for slot, first, count, position, window in chunks:
+        for i in range(count):
+            expected, tolerance = sequences.exact(q[first + i], slot, position + i, window)
+            excess = np.abs(a[first + i].astype(np.float64) - expected) - tolerance
+            assert excess.max() <= 0, f"slot {slot} position {position + i}: {excess.max():.2e} more than rounding"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 128), (4, 2, 64), (4, 1, 128), (3, 1, 64)])
+def test_against_float64(device: Device, heads: int, kv_heads: int, head_dim: int) -> None:
+    """A whole prompt, a suffix off a prefix, one token, and a row that belongs to nobody."""
+    sequences = Sequences([118, 83, 65], heads, kv_heads, head_dim, shared=1)
+    chunks = [(0, 0, 118, 0, 0), (1, 118, 19, 64, 0), (2, 138, 1, 64, 0)]
+    q = sequences.queries(139)
+    a = run(device, sequences, q, chunks)
+    check(sequences, q, a, chunks)
+    assert np.all(a[137] == np.float16(UNWRITTEN))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows(device: Device, window: int) -> None:
+    sequences = Sequences([190], 1, 1, 64)
+    q = sequences.queries(190)
+    chunks = [(0, 0, 190, 0, window)]
+    check(sequences, q, run(device, sequences, q, chunks), chunks)
+
+
+def test_against_the_reference(device: Device) -> None:
+    sequences = Sequences([150, 90], 4, 2, 64, shared=1)
+    chunks = [(0, 0, 150, 0, 70), (1, 150, 26, 64, 0)]
+    q = sequences.queries(176)
+    expected = np.zeros_like(q)
+    pages = sequences.pool, sequences.tables
+    reference.prefill_attention(q, *pages, LAYER, tiles_of(chunks), expected, num_heads=4, num_kv_heads=2)
+    a = run(device, sequences, q, chunks)
+    # A weight next to the middle of two fp16 numbers may be rounded the other way: 2^-11 of it, once in a while.
+    np.testing.assert_allclose(a.astype(np.float32), expected.astype(np.float32), rtol=2**-10, atol=2**-10)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_how_a_prompt_is_cut_does_not_show(device: Device, window: int) -> None:
+    length = 150
+    sequences = Sequences([length], 2, 1, 64)
+    q = sequences.queries(length)
+    whole = run(device, sequences, q, [(0, 0, length, 0, window)])
+    for size in (1, 7, 64, 77):
+        cut = [(0, at, min(size, length - at), at, window) for at in range(0, length, size)]
+        assert np.array_equal(run(device, sequences, q, cut), whole), f"chunks of {size} tokens give other bits"
+
+
+def test_where_a_tile_starts_does_not_show_at_head_dim_128(device: Device) -> None:
+    sequences = Sequences([140], 2, 2, 128)
+    q = sequences.queries(140)
+    whole = run(device, sequences, q, [(0, 0, 140, 0, 0)])
+    assert np.array_equal(run(device, sequences, q, [(0, 0, 39, 0, 0), (0, 39, 101, 39, 0)]), whole)
+
+
+def test_other_prompts_of_the_batch_do_not_show(device: Device) -> None:
+    sequences = Sequences([100, 90, 130], 2, 1, 64, shared=1)
+    q = sequences.queries(36 + 26 + 66)
+    chunks = [(0, 0, 36, 64, 0), (1, 36, 26, 64, 33), (2, 62, 66, 64, 0)]
+    together = run(device, sequences, q, chunks)
+    for slot, first, count, position, window in chunks:
+        rows = slice(first, first + count)
+        alone = run(device, sequences, q[rows], [(slot, 0, count, position, window)])
+        assert np.array_equal(alone, together[rows])
+
+
+def test_nothing_past_a_token_leaks(device: Device) -> None:
+    sequences = Sequences([75], 2, 2, 128)
+    q = sequences.queries(75)
+    before = run(device, sequences, q, [(0, 0, 75, 0, 0)])
+    sequences.fill_unused(0)
+    assert np.array_equal(run(device, sequences, q, [(0, 0, 75, 0, 0)]), before)
+
+
+def test_refusals(device: Device) -> None:
+    sequences = Sequences([70], 2, 2, 64)
+    q = sequences.queries(70)
+    with pytest.raises(KernelArgumentError, match="a page has 16384 elements, expected 2·G·64·D = 8192"):
+        sequences.kv_heads = 1
+        run(device, sequences, q, [(0, 0, 70, 0, 0)])
+    with pytest.raises(KernelArgumentError, match="q has 128 columns for 3 heads"):
+        sequences.heads = 3
+        run(device, sequences, q, [(0, 0, 70, 0, 0)])

@@ -1,0 +1,130 @@
+"""rope against the engine's oracle: every operation is rounded alike, so bits are compared, not distances."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_cases import LAYER, LAYERS, PAGE
+from numpy.typing import NDArray
+
+from tinyloop_service.engine.reference import rope as exact_rope
+from tinyloop_service.engine.spec import SIZES
+from tinyloop_service.kernels.device import Device
+from tinyloop_service.kernels.match import KernelArgumentError
+from tinyloop_service.kernels.references import rope as reference
+from tinyloop_service.kernels.rope import PAIRINGS, Pairing, rope
+
+Array = NDArray[Any]
+
+SHAPES = [(2, 2, 128), (4, 2, 64), (6, 1, 64), (5, 5, 128)]  # heads, K/V heads, head_dim
+MAX_SEQ_LEN = 256
+MAX_BLOCKS = MAX_SEQ_LEN // PAGE
+SLOTS = 3
+
+
+def angles(head_dim: int) -> tuple[Array, Array]:
+    frequencies = SIZES["tiny"].rope_theta ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+    angle = np.arange(MAX_SEQ_LEN)[:, None] * frequencies
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+def page_tables() -> Array:
+    pages = np.random.default_rng(1).permutation(SLOTS * MAX_BLOCKS).astype(np.int32).reshape(SLOTS, MAX_BLOCKS)
+    tables = np.full((SLOTS, LAYERS, MAX_BLOCKS), -1, np.int32)
+    tables[:, LAYER] = pages
+    return tables
+
+
+def empty_pool(kv_heads: int, head_dim: int) -> Array:
+    return np.full((SLOTS * MAX_BLOCKS, 2 * kv_heads * PAGE * head_dim), np.nan, np.float16)
+
+
+def run(
+    device: Device, qkv: Array, slots: Array, positions: Array, pool: Array, heads: int, kv_heads: int, pairing: Pairing
+) -> tuple[Array, Array]:
+    """q and the pool afterwards."""
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    on_device = device.upload(pool)
+    q = device.upload(np.zeros((len(qkv), heads * head_dim), np.float16))
+    rope(
+        device,
+        device.upload(qkv),
+        device.upload(slots.astype(np.int32)),
+        device.upload(positions.astype(np.int32)),
+        *map(device.upload, angles(head_dim)),
+        device.upload(page_tables()),
+        LAYER,
+        on_device,
+        q,
+        num_kv_heads=kv_heads,
+        pairing=pairing,
+    )
+    return device.download(q), device.download(on_device)
+
+
+def some_tokens(heads: int, kv_heads: int, head_dim: int) -> tuple[Array, Array, Array]:
+    """qkv, slots, positions: two chunks that cross pages, a token alone, and padding among them."""
+    slots = np.array([0] * 70 + [-1] * 3 + [2] * 31 + [1])
+    positions = np.concatenate([np.arange(40, 110), [0, 999, 7], np.arange(120, 151), [255]])
+    qkv = np.random.default_rng(0).standard_normal((len(slots), (heads + 2 * kv_heads) * head_dim)).astype(np.float16)
+    return qkv, slots, positions
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_against_the_engines_oracle(device: Device, heads: int, kv_heads: int, head_dim: int, pairing: Pairing) -> None:
+    spec = replace(
+        SIZES["tiny"], n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, rope_pairing=pairing, rope_theta=10000.0
+    )
+    qkv, slots, positions = some_tokens(heads, kv_heads, head_dim)
+    q, pool = run(device, qkv, slots, positions, empty_pool(kv_heads, head_dim), heads, kv_heads, pairing)
+    x = qkv.reshape(len(qkv), -1, head_dim).transpose(1, 0, 2).astype(np.float32)  # (H + 2G, T, D)
+    turned = exact_rope(x[:-kv_heads], positions, spec).astype(np.float16)
+    pages = pool.reshape(-1, 2, kv_heads, PAGE * head_dim)
+    for token in np.flatnonzero(slots >= 0):
+        assert np.array_equal(q[token].reshape(heads, head_dim), turned[:heads, token])
+        page = pages[page_tables()[slots[token], LAYER, positions[token] // PAGE]]
+        place = positions[token] % PAGE
+        assert np.array_equal(page[0].reshape(kv_heads, PAGE, head_dim)[:, place], turned[heads:, token])
+        values = qkv[token].reshape(-1, head_dim)[-kv_heads:]
+        assert np.array_equal(page[1].reshape(kv_heads, head_dim, PAGE)[:, :, place], values)
+    assert not q[slots < 0].any(), "a padding token was written"
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_against_the_reference(device: Device, pairing: Pairing) -> None:
+    """The whole pool: nothing else is written."""
+    heads, kv_heads, head_dim = 4, 2, 64
+    qkv, slots, positions = some_tokens(heads, kv_heads, head_dim)
+    q, pool = run(device, qkv, slots, positions, empty_pool(kv_heads, head_dim), heads, kv_heads, pairing)
+    expected_q, expected_pool = np.zeros_like(q), empty_pool(kv_heads, head_dim)
+    reference.rope(
+        *(qkv, slots, positions, *angles(head_dim), page_tables(), LAYER, expected_pool, expected_q),
+        num_kv_heads=kv_heads,
+        pairing=pairing,
+    )
+    assert np.array_equal(q, expected_q)
+    assert np.array_equal(pool, expected_pool, equal_nan=True)
+
+
+def test_one_token_at_a_time_gives_the_same_pages(device: Device) -> None:
+    heads, kv_heads, head_dim = 2, 1, 128
+    qkv, slots, positions = some_tokens(heads, kv_heads, head_dim)
+    some = np.r_[20:27, 70:75, 104]
+    qkv, slots, positions = qkv[some], slots[some], positions[some]
+    together, pool = run(device, qkv, slots, positions, empty_pool(kv_heads, head_dim), heads, kv_heads, "half")
+    one_by_one = empty_pool(kv_heads, head_dim)
+    for token in range(len(some)):
+        at = slice(token, token + 1)
+        q, one_by_one = run(device, qkv[at], slots[at], positions[at], one_by_one, heads, kv_heads, "half")
+        assert np.array_equal(q[0], together[token])
+    assert np.array_equal(one_by_one, pool, equal_nan=True)
+
+
+def test_refusals(device: Device) -> None:
+    qkv, slots, positions = some_tokens(4, 2, 64)
+    with pytest.raises(KernelArgumentError, match=r"a page has 8192 elements, expected 2·G·64·D = 16384"):
+        run(device, qkv, slots, positions, empty_pool(1, 64), 4, 2, "half")

@@ -1,0 +1,93 @@
+"""decode_attention in NumPy: float32, with the kernel's rounding points, item by item.
+
+Same names and order as kernels/decode_attention.py, without the device.  Beside it, where a page keeps K and V.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+PAGE_TOKENS = 64
+STEP_TOKENS = 16  # of the tokens whose weights are rounded against one largest
+
+
+def decode_attention(
+    q: Array,
+    pool: Array,
+    tables: Array,
+    layer: int,
+    items: Array,
+    num_items: Array,
+    entries: Array,
+    row_items: Array,
+    position: Array,
+    window: Array,
+    partial_o: Array,
+    partial_ml: Array,
+    counters: Array,
+    a: Array,
+    *,
+    num_kv_heads: int,
+) -> None:
+    """Writes `a`, and the partials on the way there.  `counters` takes no part: everything is in order here."""
+    heads, head_dim = partial_o.shape[1], partial_o.shape[3]
+    queries = q.reshape(len(q), num_kv_heads, heads // num_kv_heads, head_dim).astype(np.float32)
+    for slot, block, first, count in items[: int(num_items[0])].tolist():
+        keys, values = page_views(pool[tables[slot, layer, block]], num_kv_heads)
+        for row, ordinal in entries[first : first + count].tolist():
+            at = np.arange(block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS)
+            hidden = (at > position[row]) | ((at <= position[row] - window[row]) & (window[row] > 0))
+            o, m, total = attend_page(queries[row], keys, values, hidden)
+            partial_o[row, :, ordinal] = o.reshape(heads, head_dim)
+            partial_ml[row, :, ordinal, 0], partial_ml[row, :, ordinal, 1] = m.ravel(), total.ravel()
+    for row in np.flatnonzero(row_items):
+        a[row] = merge(partial_o[row, :, : row_items[row]], partial_ml[row, :, : row_items[row]]).ravel()
+
+
+def page_views(page: Array, num_kv_heads: int) -> tuple[Array, Array]:
+    """K [G, 64, D] and transposed V [G, D, 64] of a page [2·G·64·D]: views."""
+    keys, values = page.reshape(2, num_kv_heads, -1)
+    return keys.reshape(num_kv_heads, PAGE_TOKENS, -1), values.reshape(num_kv_heads, -1, PAGE_TOKENS)
+
+
+def attend_page(q: Array, keys: Array, values: Array, hidden: Array) -> tuple[Array, Array, Array]:
+    """q [G, H/G, D] against a page: o [G, H/G, D], m and l [G, H/G]."""
+    scale = np.float32(math.log2(math.e) / math.sqrt(q.shape[-1]))
+    scores = q @ keys.astype(np.float32).transpose(0, 2, 1)  # (G, H/G, 64)
+    scores[..., hidden] = -np.inf
+    scores = np.stack([scores[..., step_tokens(step)] for step in range(PAGE_TOKENS // STEP_TOKENS)])
+    top = scores.max(axis=-1) * scale  # (steps, G, H/G)
+    weights = np.exp2(scores * scale - _base(top)[..., None])
+    m = top.max(axis=0)
+    factor = np.exp2(top - _base(m))
+    o = np.zeros_like(q)
+    for step, step_weights in enumerate(weights):
+        step_values = values[..., step_tokens(step)].astype(np.float32).transpose(0, 2, 1)  # (G, 16, D)
+        o += factor[step][..., None] * (step_weights.astype(np.float16).astype(np.float32) @ step_values)
+    return o, m, (factor * weights.sum(axis=-1)).sum(axis=0)
+
+
+def step_tokens(step: int) -> Array:
+    """The tokens of a page that one mma step of the mix sums over."""
+    runs = 32 * (step // 2) + 4 * (step % 2) + 8 * np.arange(4)
+    return (runs[:, None] + np.arange(4)).ravel()
+
+
+def merge(o: Array, ml: Array) -> Array:
+    """o [H, splits, D], (m, l) [H, splits, 2] → [H, D], splits in ascending order."""
+    factor = np.exp2(ml[..., 0] - _base(ml[..., 0].max(axis=-1))[..., None])  # (H, splits)
+    numerator, denominator = np.zeros_like(o[:, 0]), np.zeros_like(ml[:, 0, 0])
+    for split in range(o.shape[1]):
+        numerator += factor[:, split, None] * o[:, split]
+        denominator += factor[:, split] * ml[:, split, 1]
+    return (numerator / denominator[:, None]).astype(np.float16)
+
+
+def _base(top: Array) -> Array:
+    return np.where(np.isneginf(top), np.float32(0), top)

@@ -1,0 +1,57 @@
+"""prefill_attention in NumPy: float32, page by page, with the kernel's rounding points.
+
+Same names and order as kernels/prefill_attention.py, without the device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyloop_service.kernels.references.decode_attention import PAGE_TOKENS, page_views
+
+Array = NDArray[Any]
+
+
+def prefill_attention(
+    q: Array, pool: Array, tables: Array, layer: int, tiles: Array, a: Array, *, num_heads: int, num_kv_heads: int
+) -> None:
+    """Writes the rows of `a` that are in a tile."""
+    for slot, first_row, count, first_position, window, _ in tiles.tolist():
+        rows = slice(first_row, first_row + count)
+        queries = q[rows].reshape(count, num_heads, -1).transpose(1, 0, 2).astype(np.float32)  # (H, n, D)
+        positions = first_position + np.arange(count)
+        state = _State(queries)
+        first_block = max(first_position - window + 1, 0) // PAGE_TOKENS if window else 0
+        for block in range(first_block, int(positions[-1]) // PAGE_TOKENS + 1):
+            keys, values = page_views(pool[tables[slot, layer, block]], num_kv_heads)
+            distance = positions[:, None] - np.arange(block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS)
+            seen = (distance >= 0) & ((distance < window) if window else True)
+            repeat = num_heads // num_kv_heads
+            state.add(np.repeat(keys, repeat, axis=0), np.repeat(values, repeat, axis=0), seen)
+        a[rows] = (state.o / state.sum).transpose(1, 0, 2).reshape(count, -1).astype(np.float16)
+
+
+class _State:
+    """The online softmax of n queries per head."""
+
+    def __init__(self, queries: Array) -> None:
+        self.queries = queries  # (H, n, D)
+        self.scale = np.float32(math.log2(math.e) / math.sqrt(queries.shape[-1]))
+        self.o = np.zeros_like(queries)
+        self.sum = np.zeros((*queries.shape[:2], 1), np.float32)
+        self.top = np.full_like(self.sum, -np.inf)
+
+    def add(self, keys: Array, values: Array, seen: Array) -> None:
+        """keys [H, 64, D], values [H, D, 64], seen [n, 64]."""
+        scores = np.where(seen, self.queries @ keys.astype(np.float32).transpose(0, 2, 1), -np.inf)
+        top = np.maximum(self.top, scores.max(axis=-1, keepdims=True) * self.scale)
+        base = np.where(np.isneginf(top), np.float32(0), top)
+        weights, factor = np.exp2(scores * self.scale - base), np.exp2(self.top - base)
+        rounded = weights.astype(np.float16).astype(np.float32)
+        self.o = self.o * factor + rounded @ values.astype(np.float32).transpose(0, 2, 1)
+        self.sum = self.sum * factor + weights.sum(axis=-1, keepdims=True)
+        self.top = top
