@@ -1,4 +1,4 @@
-"""What `sanitize.sh` runs under compute-sanitizer: the engine's small cases, and the kernels' at the sizes of emulation.
+"""What `sanitize.sh` runs under compute-sanitizer: the engine's small cases, and the kernels'.
 
 CuPy's memory pool is off, so that every array ends where its allocation ends and a stray access shows.
 """

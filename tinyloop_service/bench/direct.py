@@ -6,7 +6,7 @@ import itertools
 import time
 from typing import Any
 
-from tinyloop_service.bench.workload import Progress, Samples, Workload, positions_decoded
+from tinyloop_service.bench.workload import Progress, Samples, Workload
 from tinyloop_service.engine.api import PAGE_TOKENS, Block, Clone, Engine, Extend, Open, Plan, Prefill, SequenceId
 from tinyloop_service.types import Sampling, TokenIds
 
@@ -22,6 +22,7 @@ class Direct:
         self.layers = engine.limits.cache_layers(loops)
         self._plans = itertools.count(1)
         self._pages_taken = 0
+        self._prefix_pages = 0
         self._open: list[SequenceId] = []
         self._last_block: Block = ()
 
@@ -42,6 +43,7 @@ class Direct:
     def open_rows(self, length: int, count: int, room: int) -> tuple[SequenceId, ...]:
         """`count` requests off the prefix of `length` tokens, `room` own positions each, their first token sampled."""
         limits = self.engine.limits
+        self._prefix_pages = self._pages_taken
         rows = tuple(range(self.PREFIX + 1, self.PREFIX + 1 + count))
         own = {seq: self._take_blocks(limits.own_blocks(length, length + room)) for seq in rows}
         partial = length % PAGE_TOKENS
@@ -61,6 +63,12 @@ class Direct:
     def decode(self, rows: tuple[SequenceId, ...], steps: int) -> float:
         """Milliseconds of one decode step, of a plan of `steps`."""
         return self._step(Plan(next(self._plans), decode=rows, num_steps=steps)) / steps
+
+    def close_rows(self) -> None:
+        """Close what `open_rows` opened; the prefix stays."""
+        released = tuple(range(self._prefix_pages, self._pages_taken))
+        self._step(Plan(next(self._plans), close=tuple(self._open[1:]), released=released))
+        self._open, self._pages_taken = self._open[:1], self._prefix_pages
 
     def clear(self) -> None:
         """Close every sequence, children first, and take all pages back."""
@@ -91,14 +99,22 @@ def measure_prefill(direct: Direct, tokens: TokenIds, rounds: int, progress: Pro
 
 
 def measure_steps(direct: Direct, tokens: TokenIds, workload: Workload, progress: Progress) -> Samples:
-    """Steps per number of rows, one row always: the prediction needs it.  A shape's first plan is not counted."""
+    """Steps per number of rows, one row always: the prediction needs it.  A shape's first plan is not counted.
+
+    Rows are closed when they have as many tokens as the workload asks for, and opened again.
+    """
     progress("a prefix to decode from")
+    direct.prefill(tokens)
+    at_once = min(workload.steps_at_once, workload.new_tokens)
+    num_plans = workload.new_tokens // at_once
     times: Samples = {}
     for count in sorted({1, *workload.rows}):
-        direct.prefill(tokens)
-        rows = direct.open_rows(len(tokens), count, room=positions_decoded(workload))
         progress(f"decode steps of {count} rows")
-        direct.decode(rows, workload.steps_at_once)
-        times[str(count)] = [direct.decode(rows, workload.steps_at_once) for _ in range(workload.steps)]
-        direct.clear()
+        samples: list[float] = []
+        while len(samples) <= workload.steps:
+            rows = direct.open_rows(len(tokens), count, room=num_plans * at_once)
+            samples += [direct.decode(rows, at_once) for _ in range(num_plans)]
+            direct.close_rows()
+        times[str(count)] = samples[1:]
+    direct.clear()
     return times

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from statistics import median
 
 from tinyloop_service.bench.direct import Direct, measure_prefill, measure_steps
-from tinyloop_service.bench.workload import Progress, Report, Samples, Workload, positions_decoded, prompt_tokens
+from tinyloop_service.bench.workload import Progress, Report, Samples, Workload, prompt_tokens
 from tinyloop_service.engine.api import Engine
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import SchedulerSettings
@@ -39,7 +39,7 @@ def _refuse_impossible(engine: Engine, workload: Workload) -> None:
     numbers = [value for value in asdict(workload).values() if isinstance(value, int)]
     if min(*numbers, *workload.rows) < 1:
         raise ValueError(f"every number of a workload is at least 1, given {workload}")
-    needed = workload.prefix_len + max(workload.new_tokens, positions_decoded(workload))
+    needed = workload.prefix_len + workload.new_tokens
     if needed > limits.max_seq_len:
         raise ValueError(
             f"prefix and new tokens need {needed} positions, the model has {limits.max_seq_len}; shorten one"

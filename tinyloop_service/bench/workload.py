@@ -24,7 +24,7 @@ class Workload:
     new_tokens: int = 32
     loops: int | None = None  # None: the model's default
     rounds: int = 3  # every figure is the median of this many; NO_CACHE of `no_cache_rounds`
-    steps: int = 12  # plans of decode steps measured, for every number of rows
+    steps: int = 12  # plans of decode steps measured at least, for every number of rows
     steps_at_once: int = 4  # decode steps of one plan, as the scheduler asks for while nothing waits
     max_no_cache: int = 10  # requests of NO_CACHE measured
     no_cache_rounds: int = 1
@@ -102,15 +102,10 @@ def kv_memory_for(spec: ModelSpec, workload: Workload) -> int:
     layers = spec.cache_layers(workload.loops or spec.default_loops)
     page_bytes = PAGE_TOKENS * spec.kv_dim * 2 * 2
     prefix_blocks = 3 * (workload.prefix_len // PAGE_TOKENS + 4)
-    row_blocks = max(workload.new_tokens, positions_decoded(workload)) // PAGE_TOKENS + 3
+    row_blocks = workload.new_tokens // PAGE_TOKENS + 3
     return (prefix_blocks + max(workload.rows) * row_blocks) * layers * page_bytes * 6 // 5
 
 
 def prompt_tokens(vocab_size: int, length: int) -> TokenIds:
     """`length` ids spread over the vocabulary, the same on every machine."""
     return tuple((7919 * i + 13) % vocab_size for i in range(1, length + 1))
-
-
-def positions_decoded(workload: Workload) -> int:
-    """By a row whose steps are measured; its first plan is not counted."""
-    return (workload.steps + 1) * workload.steps_at_once
