@@ -76,7 +76,8 @@ def weights(scores: Floats, temperature: float) -> NDArray[np.uint64]:
 
 
 def _fused(a: Floats, b: Floats | np.float32, c: Floats | np.float32) -> Floats:
-    return (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32)
+    exact = a.astype(np.float64) * np.float64(b) + np.float64(c)
+    return np.asarray(exact, np.float32)
 
 
 def _draw(scores: Floats, sampling: Sampling, uniform: float) -> int:
