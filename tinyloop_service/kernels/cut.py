@@ -114,22 +114,26 @@ def choose_cut(p: Product, *, num_sms: int, limit: int) -> Cut:
 
 
 def _candidates(p: Product) -> Iterator[Cut]:
-    small = p.rows * p.num_inputs * 2 <= _RESIDENT_BYTES
-    shapes: dict[LinearKind, tuple[int, int]] = {  # warps along M, parts of a warp
-        "qkv": (1, 1),
-        "o": (1, 1) if small else (4, 1),
-        "gate_up": (4, 1),
-        "down": (1, 2) if small else (4, 1),
-        "head": (4, 1),
-    }
-    warps_m, warp_parts = shapes[p.kind]
-    for tiles in range(1, _MOST_TILES + 1):
-        whole = Cut(tiles, warps_m, warp_parts, depth=_small_depth(p, tiles * warp_parts), resident=True)
-        x_bytes = p.rows * p.num_inputs * 2 // whole.num_partials(p.kind)
-        if p.row_tiles == 1 and x_bytes <= _RESIDENT_BYTES:
-            yield whole
-        for depth in range(2, _MOST_DEPTH + 1):
-            yield Cut(tiles, warps_m, warp_parts, depth, resident=False)
+    for warps_m, warp_parts in _shapes(p):
+        for tiles in range(1, _MOST_TILES + 1):
+            whole = Cut(tiles, warps_m, warp_parts, depth=_small_depth(p, tiles * warp_parts), resident=True)
+            x_bytes = p.rows * p.num_inputs * 2 // whole.num_partials(p.kind)
+            if p.row_tiles == 1 and x_bytes <= _RESIDENT_BYTES:
+                yield whole
+            for depth in range(2, _MOST_DEPTH + 1):
+                yield Cut(tiles, warps_m, warp_parts, depth, resident=False)
+
+
+def _shapes(p: Product) -> Iterator[tuple[int, int]]:
+    """Warps along M and parts of a warp.  Where the sums may stay partial, blocks that see all of K only if x is small."""
+    if p.kind in ("gate_up", "head"):
+        yield 4, 1
+    elif p.kind == "qkv":
+        yield 1, 1
+    else:
+        if p.rows * p.num_inputs * 2 <= _RESIDENT_BYTES:
+            yield 1, PARTS[p.kind] // WARPS
+        yield 4, 1
 
 
 def _small_depth(p: Product, tiles: int) -> int:
@@ -137,7 +141,7 @@ def _small_depth(p: Product, tiles: int) -> int:
     return min(max(_SMALL_RING_BYTES // stage_bytes, 3), 9)
 
 
-def _preference(cut: Cut, p: Product, num_sms: int) -> tuple[int, int, bool, int]:
+def _preference(cut: Cut, p: Product, num_sms: int) -> tuple[int, int, int, bool, int]:
     grid = cut.grid(p)
     waves = -(-grid[0] * grid[1] // num_sms)
-    return waves * cut.tiles, -cut.tiles, not cut.resident, -cut.depth
+    return cut.num_partials(p.kind), waves * cut.tiles, -cut.tiles, not cut.resident, -cut.depth

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Literal, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,8 @@ from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.match import KernelArgumentError
 
 LinearKind = Literal["qkv", "o", "gate_up", "down", "head"]
-Pairing = Literal["half", "interleaved"]
+Pairing = Literal["half", "interleaved"]  # RoPE turns dimension i with i + head_dim/2, or with its neighbour
+PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
 
 TILE_ROWS = 16
 BLOCK_INPUTS = 64  # of a tile

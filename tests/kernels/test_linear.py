@@ -1,0 +1,200 @@
+"""Decode linears: against the reference at awkward sizes, and the promise that a row's bits depend on it alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kernels.linear_cases import Case, activations, nan_like
+from tinyloop_service.kernels import linear
+from tinyloop_service.kernels.cut import PARTS, Cut, Product, choose_cut, shared_limit
+from tinyloop_service.kernels.device import Device
+from tinyloop_service.kernels.match import KernelArgumentError
+from tinyloop_service.kernels.pack import LinearKind, Pairing
+from tinyloop_service.kernels.references import linear as reference
+from tinyloop_service.kernels.references.norm import sum_tree
+
+Host = NDArray[Any]
+HALF_ULP = 2.0**-11  # of fp16, relative
+
+
+def partials_of(device: Device, case: Case, y: Host, cut: Cut | None = None) -> Host:
+    chosen = cut or linear.cut_of(device, case.packed, len(y))
+    shape = chosen.num_partials(case.packed.kind), len(y), case.packed.num_padded
+    partials = nan_like(device, shape, np.float32)
+    linear.linear_partials(device, case.packed, device.upload(y), partials, cut=cut)
+    return device.download(partials)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_out", "num_in", "group", "rows"),
+    [
+        ("o", 128, 256, 128, 1),  # fewer units of K than parts: most parts are empty
+        ("o", 48, 576, 64, 13),  # nine units over eight parts
+        ("o", 80, 64, 32, 3),
+        ("down", 64, 1536, 128, 1),
+        ("down", 64, 1536, 32, 9),
+        ("down", 112, 768, 0, 7),
+        ("o", 64, 1024, 128, 50),
+    ],
+)
+def test_partials_add_up_to_the_product(
+    device: Device, kind: LinearKind, num_out: int, num_in: int, group: int, rows: int
+) -> None:
+    case, y = Case.make(device, kind, (num_out,), num_in, group), activations(rows, num_in)
+    total = sum_tree(partials_of(device, case, y))[:, :num_out]
+    assert (np.abs(total - reference.product(case.dense, y)) <= case.slack(y)).all()
+
+
+def test_rows_of_padding_in_the_last_tile_are_zeros(device: Device) -> None:
+    case = Case.make(device, "head", (50,), 128, 64)
+    logits = nan_like(device, (3, 64), np.float32)
+    y = activations(3, 128)
+    linear.linear_logits(device, case.packed, device.upload(y), logits)
+    expected = np.empty((3, 64), np.float32)
+    reference.linear_logits(case.dense, y, expected)
+    result = device.download(logits)
+    assert (result[:, 50:] == 0).all()
+    assert (np.abs(result - expected)[:, :50] <= case.slack(y)).all()
+
+
+@pytest.mark.parametrize(("num_ff", "num_in", "group", "rows"), [(40, 256, 128, 8), (136, 128, 0, 13)])
+def test_gate_up(device: Device, num_ff: int, num_in: int, group: int, rows: int) -> None:
+    case, y = Case.make(device, "gate_up", (num_ff, num_ff), num_in, group), activations(rows, num_in)
+    h = nan_like(device, (rows, num_ff), np.float16)
+    linear.linear_gate_up(device, case.packed, device.upload(y), h)
+    expected = np.empty((rows, num_ff), np.float16)
+    reference.linear_gate_up(case.dense, y, expected)
+    # silu's slope is below 1.1 and |silu| below |gate|; the product rounds once to fp16, on either side of a tie.
+    gate_slack, up_slack = np.split(case.slack(y), 2, axis=1)
+    gate, up = np.split(np.abs(reference.product(case.dense, y)), 2, axis=1)
+    slack = 1.1 * gate_slack * up + gate * up_slack + 2.1 * HALF_ULP * np.abs(expected.astype(np.float32)) + 1e-7
+    assert (np.abs(device.download(h).astype(np.float32) - expected) <= slack).all()
+
+
+class Pages:
+    """Inputs of linear_qkv: two slots, two layers, three blocks each; every page starts as NaN."""
+
+    def __init__(self, rows: int, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        rng = np.random.default_rng(3)
+        self.tables = rng.permutation(12).astype(np.int32).reshape(2, 2, 3)
+        self.pool = np.full((12, 2 * num_kv_heads * 64 * head_dim), np.nan, np.float16)
+        self.position = (np.arange(rows) * 37 % 190).astype(np.int32)  # distinct for up to 190 rows
+        self.row_slot = (np.arange(rows) % 2).astype(np.int32)
+        angle = np.arange(192)[:, None] * 10000.0 ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+        self.cos, self.sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+        self.q = np.full((rows, num_heads * head_dim), np.nan, np.float16)
+
+    def run(self, device: Device, case: Case, y: Host, num_kv_heads: int, cut: Cut | None = None) -> tuple[Host, Host]:
+        """q and the pool, as the kernel leaves them."""
+        upload = device.upload
+        pool, q = upload(self.pool), upload(self.q)
+        paging = upload(self.position), upload(self.row_slot), upload(self.tables), 1, pool
+        angles = upload(self.cos), upload(self.sin)
+        linear.linear_qkv(device, case.packed, upload(y), *paging, *angles, q, num_kv_heads=num_kv_heads, cut=cut)
+        return device.download(q), device.download(pool)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "pairing", "group", "rows"),
+    [(4, 2, 64, "half", 128, 1), (1, 1, 128, "interleaved", 32, 9), (2, 1, 64, "half", 0, 7)],
+)
+def test_qkv(device: Device, heads: int, kv_heads: int, head_dim: int, pairing: Pairing, group: int, rows: int) -> None:
+    num_rows = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    case = Case.make(device, "qkv", num_rows, 256, group, head_dim=head_dim, pairing=pairing)
+    y, pages = activations(rows, 256), Pages(rows, heads, kv_heads, head_dim)
+    if rows > 8:
+        pages.position[3] = pages.row_slot[5] = -1  # either mark makes a padding row
+    q, pool = pages.run(device, case, y, kv_heads)
+    expected_q, expected_pool = pages.q.copy(), pages.pool.copy()
+    reference.linear_qkv(
+        *(case.dense, y, pages.position, pages.row_slot, pages.tables, 1, expected_pool, pages.cos, pages.sin),
+        *(expected_q,),
+        num_kv_heads=kv_heads,
+        pairing=pairing,
+    )
+    # A turn adds two sums, each off by its slack and shorter than itself; then one rounding, on either side of a tie.
+    slack = 2 * case.slack(y).max()
+    for name, result, expected in (("q", q, expected_q), ("pool", pool, expected_pool)):
+        written = ~np.isnan(expected)
+        np.testing.assert_array_equal(~np.isnan(result), written, f"{name}: written elsewhere")
+        error = np.abs(result[written].astype(np.float32) - expected[written])
+        assert (error <= slack + 2.1 * HALF_ULP * np.abs(expected[written].astype(np.float32))).all(), name
+
+
+CUTS: dict[LinearKind, list[tuple[Cut, int]]] = {  # and the rows that it takes of the batch below
+    "o": [
+        (Cut(1, 1, 1, depth=3, resident=True), 1),
+        (Cut(1, 1, 1, depth=2, resident=False), 9),
+        (Cut(1, 4, 1, depth=4, resident=False), 50),
+        (Cut(2, 4, 1, depth=3, resident=False), 64),
+        (Cut(2, 8, 1, depth=3, resident=True), 8),
+    ],
+    "down": [
+        (Cut(1, 1, 2, depth=3, resident=True), 3),
+        (Cut(2, 4, 1, depth=3, resident=False), 40),
+        (Cut(3, 2, 2, depth=2, resident=False), 17),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "group"), [("o", 64), ("down", 128), ("down", 0)])
+def test_a_rows_bits_do_not_depend_on_company_or_cut(device: Device, kind: LinearKind, group: int) -> None:
+    """Different counts of row tiles, blocks of different shapes, rings that wrap: the same bits, row by row."""
+    num_in = 1280  # ten units of 128: parts of one unit and of none; twenty of 64: uneven parts
+    case, y = Case.make(device, kind, (80,), num_in, group), activations(64, num_in)
+    alone = sum_tree(partials_of(device, case, y[:1]))
+    whole = sum_tree(partials_of(device, case, y))
+    np.testing.assert_array_equal(whole[:1], alone, "row 0 among 64 differs from row 0 alone")
+    for cut, rows in CUTS[kind]:
+        start = 64 - rows  # other neighbours, other places in a tile
+        result = sum_tree(partials_of(device, case, y[start:], cut))
+        np.testing.assert_array_equal(result, whole[start:], f"{cut} changes bits")
+
+
+def test_pages_do_not_depend_on_company(device: Device) -> None:
+    case = Case.make(device, "qkv", (128, 64, 64), 256, 128, head_dim=64)
+    y, pages = activations(19, 256), Pages(19, 2, 1, 64)
+    q, pool = pages.run(device, case, y, 1, Cut(3, 1, 1, depth=2, resident=False))
+    single = Pages(1, 2, 1, 64)
+    single.position, single.row_slot = pages.position[18:], pages.row_slot[18:]
+    q_alone, pool_alone = single.run(device, case, y[18:], 1)
+    np.testing.assert_array_equal(q_alone[0], q[18])
+    written = ~np.isnan(pool_alone)
+    np.testing.assert_array_equal(pool_alone[written], pool[written])
+
+
+def test_every_size_has_a_cut_that_fits() -> None:
+    for arch in ("sm_80", "sm_90a", "sm_100"):
+        for rows in (1, 4, 8, 9, 16, 32, 50, 64):
+            for width, ff in ((128, 128), (384, 1536), (768, 3072), (2048, 8192), (4096, 14336)):
+                sizes: dict[LinearKind, tuple[int, int]] = {
+                    "qkv": (3 * width, width),
+                    "o": (width, width),
+                    "gate_up": (2 * ff, width),
+                    "down": (width, ff),
+                    "head": (50272, width),
+                }
+                for kind, (num_out, num_in) in sizes.items():
+                    for group in (0, 32, 128):
+                        product = Product(kind, num_out // 16, num_in, group, rows)
+                        cut = choose_cut(product, num_sms=132, limit=shared_limit(arch))
+                        assert cut.shared_bytes(product) <= shared_limit(arch)
+                        assert PARTS[kind] % cut.num_partials(kind) == 0
+
+
+def test_refusals(device: Device) -> None:
+    case = Case.make(device, "o", (64,), 128, 64)
+    y = device.upload(activations(3, 128))
+    with pytest.raises(KernelArgumentError, match="number of partials: 3, expected 1"):
+        linear.linear_partials(device, case.packed, y, device.zeros((3, 3, 64), np.float32))
+    with pytest.raises(KernelArgumentError, match="packed is 'o', expected 'head'"):
+        linear.linear_logits(device, case.packed, y, device.zeros((3, 64), np.float32))
+    with pytest.raises(KernelArgumentError, match="65 rows, expected 1 to 64"):
+        linear.cut_of(device, case.packed, 65)
+    short = device.upload(activations(3, 64))
+    with pytest.raises(KernelArgumentError, match="columns of y: 64, expected 128"):
+        linear.linear_partials(device, case.packed, short, device.zeros((1, 3, 64), np.float32))
