@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from linear_cases import Case, activations, nan_like
 from numpy.typing import NDArray
 
-from kernels.linear_cases import Case, activations, nan_like
 from tinyloop_service.kernels import linear
 from tinyloop_service.kernels.cut import PARTS, Cut, Product, choose_cut, shared_limit
 from tinyloop_service.kernels.device import Device

@@ -125,7 +125,7 @@ def _candidates(p: Product) -> Iterator[Cut]:
 
 
 def _shapes(p: Product) -> Iterator[tuple[int, int]]:
-    """Warps along M and parts of a warp.  Where the sums may stay partial, blocks that see all of K only if x is small."""
+    """Warps along M and parts of a warp.  Blocks that see all of K where they must, or x is small."""
     if p.kind in ("gate_up", "head"):
         yield 4, 1
     elif p.kind == "qkv":
