@@ -150,12 +150,31 @@ DEVICE uint4 load_stream(const uint4* global) {
   return v;
 }
 
+// The same where `wanted`, else zeros; straight-line code, so that many can be under way at once.
+DEVICE uint4 load_stream_if(const uint4* global, bool wanted) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  uint4 v = {0, 0, 0, 0};
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %6, 0;\n"
+      "@wanted ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(global), "l"(policy), "r"(static_cast<u32>(wanted))
+      : "memory");
+  return v;
+}
+
 DEVICE uint4 load_global(const uint4* global) { return *global; }
 
-// What another block of the same kernel wrote before a fence: passes L1 by, which may hold an older copy.
-DEVICE float2 load_l2(const float2* global) {
-  float2 v;
-  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(global) : "memory");
+// What another block of the same kernel wrote before a fence: passes L1 by, which may hold an older copy.  Zeros
+// where not wanted.
+DEVICE float2 load_l2(const float2* global, bool wanted = true) {
+  float2 v = {0.0f, 0.0f};
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %3, 0;\n@wanted ld.global.cg.v2.f32 {%0, %1}, [%2];\n}"
+      : "+f"(v.x), "+f"(v.y)
+      : "l"(global), "r"(static_cast<u32>(wanted))
+      : "memory");
   return v;
 }
 
@@ -194,6 +213,14 @@ DEVICE void cp_async_wait() {
 }
 
 DEVICE i32 atomic_add(i32* address, i32 value) { return atomicAdd(address, value); }
+
+// For counting arrivals in global memory: what this block wrote before its last __syncthreads is visible to whoever
+// sees the count, and the reverse.  Cheaper than thread_fence on both sides.
+DEVICE i32 atomic_arrive(i32* counter) {
+  i32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
 
 DEVICE void thread_fence() { __threadfence(); }
 

@@ -126,9 +126,9 @@ def test_nothing_past_a_token_leaks(device: Device) -> None:
 def test_refusals(device: Device) -> None:
     sequences = Sequences([70], 2, 2, 64)
     q = sequences.queries(70)
-    with pytest.raises(KernelArgumentError, match="a page has 16384 elements, expected 2·G·64·D = 8192"):
+    with pytest.raises(KernelArgumentError, match=r"pool is .* expected"):
         sequences.kv_heads = 1
         run(device, sequences, q, [(0, 0, 70, 0, 0)])
-    with pytest.raises(KernelArgumentError, match="q has 128 columns for 3 heads"):
+    with pytest.raises(KernelArgumentError, match=r"q is \(70, 128\), expected"):
         sequences.heads = 3
         run(device, sequences, q, [(0, 0, 70, 0, 0)])

@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
-from tinyloop_service.kernels.device import Array, Device
-from tinyloop_service.kernels.match import KernelArgumentError, match
+from tinyloop_service.kernels.device import Argument, Array, Device
+from tinyloop_service.kernels.match import match, require
 
 PAGE_TOKENS = 64
 MOST_ROWS = 64
@@ -61,8 +61,11 @@ def decode_attention(
     """
     sizes = match(
         "decode_attention",
-        q=(q, "float16", "R, Q"),
-        pool=(pool, "float16", "P, E"),
+        {"G": num_kv_heads},
+        partial_o=(partial_o, "float32", "R, H, B, D"),
+        partial_ml=(partial_ml, "float32", "R, H, B, 2"),
+        q=(q, "float16", "R, H*D"),
+        pool=(pool, "float16", f"P, 2*G*{PAGE_TOKENS}*D"),
         tables=(tables, "int32", "S, L, B"),
         items=(items, "int32", "I, 4"),
         num_items=(num_items, "int32", "1"),
@@ -70,25 +73,22 @@ def decode_attention(
         row_items=(row_items, "int32", "R"),
         position=(position, "int32", "R"),
         window=(window, "int32", "R"),
-        partial_o=(partial_o, "float32", "R, H, B, D"),
-        partial_ml=(partial_ml, "float32", "R, H, B, 2"),
         counters=(counters, "int32", "R, G"),
-        a=(a, "float16", "R, Q"),
+        a=(a, "float16", "R, H*D"),
     )
     rows, heads, head_dim = sizes["R"], sizes["H"], sizes["D"]
-    check_heads("decode_attention", sizes, num_kv_heads, layer)
-    if rows > MOST_ROWS:
-        raise KernelArgumentError(f"decode_attention: {rows} rows, at most {MOST_ROWS} are possible")
+    check_heads("decode_attention", sizes, layer)
+    require("decode_attention", rows <= MOST_ROWS, f"{rows} rows, at most {MOST_ROWS} are possible")
     kernel = device.kernel(
         "decode_attention", "decode_attention", TL_HEAD_DIM=head_dim, TL_QUERIES_PER_KV=heads // num_kv_heads
     )
-    grid = min(sizes["I"] * num_kv_heads, _BLOCKS_PER_SM * device.num_sms)
-    arguments = (
+    strides = min(sizes["I"], max(1, _BLOCKS_PER_SM * device.num_sms // num_kv_heads))
+    arguments: tuple[Argument, ...] = (
         *(q, pool, tables, items, num_items, entries, row_items, position, window, partial_o, partial_ml, counters, a),
         *map(np.int32, (layer, rows, heads, num_kv_heads, sizes["L"], sizes["B"])),
         softmax_scale(head_dim),
     )
-    device.launch(kernel, (grid, 1, 1), _THREADS, arguments, dependent=dependent)
+    device.launch(kernel, (num_kv_heads, strides, 1), _THREADS, arguments, dependent=dependent)
 
 
 def softmax_scale(head_dim: int) -> np.float32:
@@ -96,19 +96,13 @@ def softmax_scale(head_dim: int) -> np.float32:
     return np.float32(math.log2(math.e) / math.sqrt(head_dim))
 
 
-def check_heads(kernel: str, sizes: dict[str, int], num_kv_heads: int, layer: int) -> None:
-    """That q, pages and layer belong together.  sizes: Q = H·D, H, D, E = 2·G·64·D, L."""
-    heads, head_dim = sizes["H"], sizes["D"]
-    if head_dim not in (64, 128):
-        raise KernelArgumentError(f"{kernel}: head_dim is {head_dim}, expected 64 or 128")
-    if num_kv_heads < 1 or heads % num_kv_heads or heads // num_kv_heads > MOST_QUERIES_PER_KV:
-        raise KernelArgumentError(
-            f"{kernel}: {heads} heads for {num_kv_heads} K/V heads, expected 1 to {MOST_QUERIES_PER_KV} for each"
-        )
-    if sizes["Q"] != heads * head_dim:
-        raise KernelArgumentError(f"{kernel}: q has {sizes['Q']} columns, expected H·D = {heads * head_dim}")
-    if sizes["E"] != 2 * num_kv_heads * PAGE_TOKENS * head_dim:
-        page = 2 * num_kv_heads * PAGE_TOKENS * head_dim
-        raise KernelArgumentError(f"{kernel}: a page has {sizes['E']} elements, expected 2·G·64·D = {page}")
-    if not 0 <= layer < sizes["L"]:
-        raise KernelArgumentError(f"{kernel}: layer is {layer}, the tables have {sizes['L']}")
+def check_heads(kernel: str, sizes: dict[str, int], layer: int) -> None:
+    """What shapes alone do not say of heads H, K/V heads G, head_dim D and layers L."""
+    heads, kv_heads = sizes["H"], sizes["G"]
+    require(kernel, sizes["D"] in (64, 128), f"head_dim is {sizes['D']}, expected 64 or 128")
+    require(
+        kernel,
+        heads % kv_heads == 0 and heads // kv_heads <= MOST_QUERIES_PER_KV,
+        f"{heads} heads for {kv_heads} K/V heads, expected 1 to {MOST_QUERIES_PER_KV} for each",
+    )
+    require(kernel, 0 <= layer < sizes["L"], f"layer is {layer}, the tables have {sizes['L']}")

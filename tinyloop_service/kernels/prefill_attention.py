@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from tinyloop_service.kernels.decode_attention import PAGE_TOKENS, check_heads, softmax_scale
-from tinyloop_service.kernels.device import Array, Device
-from tinyloop_service.kernels.match import KernelArgumentError, match
+from tinyloop_service.kernels.device import Argument, Array, Device
+from tinyloop_service.kernels.match import match
 
 TILE_ROWS = 64  # most queries of a tile
 _THREADS = 128
@@ -40,22 +40,21 @@ def prefill_attention(
     Every tile is launched: pass a view of as many as there are.  Rows of q that are in no tile are not written.
     A sequence's tiles come in order of position: blocks start with the last ones, which have most pages.
     """
+    head_dim = q.shape[-1] // num_heads
     sizes = match(
         "prefill_attention",
-        q=(q, "float16", "T, Q"),
-        pool=(pool, "float16", "P, E"),
+        {"H": num_heads, "G": num_kv_heads, "D": head_dim},
+        q=(q, "float16", "T, H*D"),
+        pool=(pool, "float16", f"P, 2*G*{PAGE_TOKENS}*D"),
         tables=(tables, "int32", "S, L, B"),
         tiles=(tiles, "int32", "N, 6"),
-        a=(a, "float16", "T, Q"),
+        a=(a, "float16", "T, H*D"),
     )
-    if num_heads < 1 or sizes["Q"] % num_heads:
-        raise KernelArgumentError(f"prefill_attention: q has {sizes['Q']} columns for {num_heads} heads")
-    head_dim = sizes["Q"] // num_heads
-    check_heads("prefill_attention", sizes | {"H": num_heads, "D": head_dim}, num_kv_heads, layer)
+    check_heads("prefill_attention", sizes, layer)
     kernel = device.kernel(
         "prefill_attention", "prefill_attention", TL_HEAD_DIM=head_dim, TL_QUERIES_PER_KV=num_heads // num_kv_heads
     )
-    arguments = (
+    arguments: tuple[Argument, ...] = (
         *(q, pool, tables, tiles, a),
         *map(np.int32, (layer, num_heads, num_kv_heads, sizes["L"], sizes["B"])),
         softmax_scale(head_dim),

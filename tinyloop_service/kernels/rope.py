@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from tinyloop_service.kernels.decode_attention import PAGE_TOKENS
-from tinyloop_service.kernels.device import Array, Device
-from tinyloop_service.kernels.match import KernelArgumentError, match
+from tinyloop_service.kernels.decode_attention import PAGE_TOKENS, check_heads
+from tinyloop_service.kernels.device import Argument, Array, Device
+from tinyloop_service.kernels.match import match
 
 Pairing = Literal["half", "interleaved"]
 PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
@@ -46,20 +46,21 @@ def rope(
     pool             float16 [pages, 2·G·64·D]
     q                float16 [T, H·D]
     """
+    head_dim = 2 * cos.shape[-1]
     sizes = match(
         "rope",
-        qkv=(qkv, "float16", "T, C"),
+        {"G": num_kv_heads, "D": head_dim, "H": q.shape[-1] // head_dim},
+        qkv=(qkv, "float16", "T, (H + 2*G)*D"),
         token_slot=(token_slot, "int32", "T"),
         token_position=(token_position, "int32", "T"),
-        cos=(cos, "float32", "M, F"),
-        sin=(sin, "float32", "M, F"),
+        cos=(cos, "float32", "M, D/2"),
+        sin=(sin, "float32", "M, D/2"),
         tables=(tables, "int32", "S, L, B"),
-        pool=(pool, "float16", "P, E"),
-        q=(q, "float16", "T, Q"),
+        pool=(pool, "float16", f"P, 2*G*{PAGE_TOKENS}*D"),
+        q=(q, "float16", "T, H*D"),
     )
-    head_dim = 2 * sizes["F"]
-    _check(sizes, head_dim, num_kv_heads, layer)
-    heads = sizes["Q"] // head_dim
+    check_heads("rope", sizes, layer)
+    heads = sizes["H"]
     kernel = device.kernel("rope", "rope", TL_HEAD_DIM=head_dim, TL_INTERLEAVED=PAIRINGS.index(pairing))
     tokens_per_block = _THREADS * 16 // head_dim  # a thread turns 8 pairs
     grid = (
@@ -67,22 +68,8 @@ def rope(
         -(-(heads + num_kv_heads) // _HEADS_PER_BLOCK) + num_kv_heads,  # groups of q and K heads, then V heads
         1,
     )
-    arguments = (
+    arguments: tuple[Argument, ...] = (
         *(qkv, token_slot, token_position, cos, sin, tables, pool, q),
         *map(np.int32, (layer, sizes["T"], heads, num_kv_heads, sizes["L"], sizes["B"])),
     )
     device.launch(kernel, grid, _THREADS, arguments, dependent=dependent)
-
-
-def _check(sizes: dict[str, int], head_dim: int, num_kv_heads: int, layer: int) -> None:
-    if head_dim not in (64, 128):
-        raise KernelArgumentError(f"rope: head_dim is {head_dim}, expected 64 or 128")
-    if num_kv_heads < 1 or sizes["C"] != sizes["Q"] + 2 * num_kv_heads * head_dim or sizes["Q"] % head_dim:
-        raise KernelArgumentError(
-            f"rope: qkv has {sizes['C']} columns, expected (H + 2G)·D = {sizes['Q'] + 2 * num_kv_heads * head_dim}"
-        )
-    if sizes["E"] != 2 * num_kv_heads * PAGE_TOKENS * head_dim:
-        page = 2 * num_kv_heads * PAGE_TOKENS * head_dim
-        raise KernelArgumentError(f"rope: a page has {sizes['E']} elements, expected 2·G·64·D = {page}")
-    if not 0 <= layer < sizes["L"]:
-        raise KernelArgumentError(f"rope: layer is {layer}, the tables have {sizes['L']}")
