@@ -20,15 +20,6 @@ WARPS = 8
 _KIB = 1024
 _MOST_TILES = 3
 _MOST_DEPTH = 6
-_SHARED_LIMITS = {
-    "sm_80": 163,
-    "sm_86": 99,
-    "sm_87": 163,
-    "sm_89": 99,
-    "sm_90": 227,
-    "sm_100": 227,
-    "sm_120": 99,
-}  # KiB
 _TARGET_BYTES = 16 * MOST_ROWS  # of linear_qkv: where each row's K and V go
 _RESIDENT_BYTES = 64 * _KIB  # of x in a block up to which it is loaded at once
 _SMALL_RING_BYTES = 72 * _KIB  # of weights: leaves the next kernel room to load its own
@@ -96,11 +87,6 @@ class Cut:
             "TL_DEPTH": self.depth,
             "TL_RESIDENT": int(self.resident),
         }
-
-
-def shared_limit(arch: str) -> int:
-    """Bytes of shared memory that a block may have on a device of this architecture."""
-    return _SHARED_LIMITS.get(arch.rstrip("a"), 99) * _KIB
 
 
 @functools.cache

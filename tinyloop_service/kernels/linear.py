@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinyloop_service.kernels.cut import MOST_ROWS, Cut, Product, choose_cut, shared_limit
-from tinyloop_service.kernels.device import Array, Device
+from tinyloop_service.kernels.cut import MOST_ROWS, Cut, Product, choose_cut
+from tinyloop_service.kernels.device import Argument, Array, Device
 from tinyloop_service.kernels.match import KernelArgumentError, match
 from tinyloop_service.kernels.pack import LinearKind, PackedLinear
 
@@ -66,8 +66,9 @@ def linear_qkv(
     if not 0 <= layer < sizes["L"]:
         raise KernelArgumentError(f"linear_qkv: layer is {layer}, the tables have {sizes['L']}")
     paging = (position, row_slot, tables, np.int32(layer), np.int32(sizes["L"]), np.int32(sizes["B"]), pool)
-    heads = (sizes["Q"] // head_dim, num_kv_heads, head_dim, int(packed.pairing == "interleaved"))
-    arguments = (*paging, cos, sin, q, *map(np.int32, heads))
+    interleaved = packed.pairing == "interleaved"
+    heads = [np.int32(n) for n in (sizes["Q"] // head_dim, num_kv_heads, head_dim, interleaved)]
+    arguments: tuple[Argument, ...] = (*paging, cos, sin, q, *heads)
     _launch(device, "linear_qkv", _QKV, ("qkv",), packed, y, arguments, cut, dependent)
 
 
@@ -131,7 +132,7 @@ def cut_of(device: Device, packed: PackedLinear, rows: int) -> Cut:
     """How a launch over this many rows is cut."""
     if not 1 <= rows <= MOST_ROWS:
         raise KernelArgumentError(f"linear: {rows} rows, expected 1 to {MOST_ROWS}")
-    return choose_cut(product_of(packed, rows), num_sms=device.num_sms, limit=shared_limit(device.arch))
+    return choose_cut(product_of(packed, rows), num_sms=device.num_sms, limit=device.max_shared_bytes)
 
 
 def product_of(packed: PackedLinear, rows: int) -> Product:
@@ -145,7 +146,7 @@ def _launch(
     kinds: tuple[LinearKind, ...],
     packed: PackedLinear,
     y: Array,
-    arguments: tuple[object, ...],
+    arguments: tuple[Argument, ...],
     cut: Cut | None,
     dependent: bool,
 ) -> None:

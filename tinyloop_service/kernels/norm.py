@@ -6,7 +6,7 @@ Refuses arrays of another shape or type.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -44,7 +44,16 @@ def fold_norm(
     gains      float16 [W]; None: that norm is not taken
     injected   float32 [R, W]     "store": written, then added; "add": added
     """
-    sizes = match("fold_norm", **_arrays(x, partials, y, gain, post_gain, loop_gain, injected))
+    sizes = match(
+        "fold_norm",
+        x=(x, "float32", "R, W"),
+        partials=(partials, "float32", "C, R, W"),
+        y=(y, "float16", "R, W"),
+        gain=(gain, "float16", "W"),
+        post_gain=(post_gain, "float16", "W"),
+        loop_gain=(loop_gain, "float16", "W"),
+        injected=(injected, "float32", "R, W"),
+    )
     num_partials = sizes.get("C", 0)
     if num_partials not in _PARTIALS:
         raise KernelArgumentError(f"fold_norm: {num_partials} partials, expected one of {_PARTIALS}")
@@ -58,24 +67,3 @@ def fold_norm(
         *(gain, y, np.int32(sizes["R"]), np.int32(sizes["W"]), np.float32(eps)),
     )
     device.launch(kernel, (sizes["R"], 1, 1), THREADS, arguments, dependent=dependent)
-
-
-def _arrays(
-    x: Array,
-    partials: Array | None,
-    y: Array,
-    gain: Array | None,
-    post_gain: Array | None,
-    loop_gain: Array | None,
-    injected: Array | None,
-) -> dict[str, tuple[Any, str, str]]:
-    given = {
-        "x": (x, "float32", "R, W"),
-        "partials": (partials, "float32", "C, R, W"),
-        "y": (y, "float16", "R, W"),
-        "gain": (gain, "float16", "W"),
-        "post_gain": (post_gain, "float16", "W"),
-        "loop_gain": (loop_gain, "float16", "W"),
-        "injected": (injected, "float32", "R, W"),
-    }
-    return {name: form for name, form in given.items() if form[0] is not None}

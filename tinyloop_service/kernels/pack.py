@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeGuard
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ _THREADS = 256
 _NUM_LINEARS: dict[LinearKind, int] = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1, "head": 1}
 
 
+@runtime_checkable
 class Int4Weights(Protocol):
     @property
     def qweight(self) -> NDArray[np.uint8]:
@@ -37,6 +38,7 @@ class Int4Weights(Protocol):
         """(out, in/group)."""
 
 
+@runtime_checkable
 class Fp16Weights(Protocol):
     @property
     def weight(self) -> NDArray[np.float16]:
@@ -97,15 +99,15 @@ def pack_linear(
         raise KernelArgumentError(f"pack_linear: {len(linears)} linears, expected {_NUM_LINEARS[kind]} for {kind}")
     raw = _join("pack_linear", linears)
     row_of = row_map(kind, [_num_outputs(linear) for linear in linears], head_dim, pairing)
-    weights, scales = _pack_int4(device, raw, row_of) if _is_int4(raw) else _pack_fp16(device, raw, row_of)
-    device.synchronize()
+    weights, scales = _pack_int4(device, raw, row_of) if isinstance(raw, _Int4) else _pack_fp16(device, raw, row_of)
+    device.synchronize()  # the raw arrays may go
     return PackedLinear(kind, weights, scales, _num_outputs(raw), pairing, keep)
 
 
 def dequantise(device: Device, linears: Sequence[Weights]) -> Array:
     """The rows of all `linears`, one after the other, in their own order: float16 [N, K] for prefill's products."""
     raw = _join("dequantise", linears)
-    if not _is_int4(raw):
+    if isinstance(raw, _Fp16):
         return device.upload(raw.weight)
     num_rows, num_inputs = raw.qweight.shape[0], raw.qweight.shape[1] * 2
     weight = device.empty((num_rows, num_inputs), np.float16)
@@ -157,44 +159,42 @@ class _Fp16:
     weight: NDArray[np.float16]
 
 
-def _is_int4(linear: Weights) -> TypeGuard[Int4Weights]:
-    return hasattr(linear, "qweight")
-
-
 def _num_outputs(linear: Weights) -> int:
-    return len(linear.qweight) if _is_int4(linear) else len(_fp16(linear).weight)
-
-
-def _fp16(linear: Weights) -> Fp16Weights:
-    assert not _is_int4(linear)
-    return linear
+    return len(linear.qweight if isinstance(linear, Int4Weights) else linear.weight)
 
 
 def _join(name: str, linears: Sequence[Weights]) -> _Int4 | _Fp16:
     """The linears' rows one below the other, checked."""
-    int4 = [linear for linear in linears if _is_int4(linear)]
-    if 0 < len(int4) < len(linears):
-        raise KernelArgumentError(f"{name}: INT4 and fp16 linears side by side")
-    tables = [[x.qweight for x in int4], [x.scales for x in int4]] if int4 else [[_fp16(x).weight for x in linears]]
-    for table in tables:
-        if len({array.shape[1] for array in table}) != 1:
-            raise KernelArgumentError(f"{name}: linears side by side have {[a.shape for a in table]}, expected one K")
-    joined = [np.ascontiguousarray(table[0] if len(table) == 1 else np.concatenate(table)) for table in tables]
+    int4 = [linear for linear in linears if isinstance(linear, Int4Weights)]
+    fp16 = [linear for linear in linears if not isinstance(linear, Int4Weights)]
     if not int4:
-        _require(joined[0].shape[1] % BLOCK_INPUTS == 0, "K", joined[0].shape[1], f"a multiple of {BLOCK_INPUTS}", name)
-        return _Fp16(joined[0])
-    num_inputs, num_groups = joined[0].shape[1] * 2, joined[1].shape[1]
+        weight = _concatenate(name, [linear.weight for linear in fp16])
+        _require(weight.shape[1] % BLOCK_INPUTS == 0, "K", weight.shape[1], f"a multiple of {BLOCK_INPUTS}", name)
+        return _Fp16(weight)
+    if fp16:
+        raise KernelArgumentError(f"{name}: INT4 and fp16 linears side by side")
+    qweight = _concatenate(name, [linear.qweight for linear in int4])
+    scales = _concatenate(name, [linear.scales for linear in int4])
+    num_inputs, num_groups = qweight.shape[1] * 2, scales.shape[1]
     group = num_inputs // num_groups
     _require(
-        group in GROUPS and group * num_groups == num_inputs, "K / group", (num_inputs, num_groups), str(GROUPS), name
+        group in GROUPS and group * num_groups == num_inputs,
+        "K / groups",
+        f"{num_inputs}/{num_groups}",
+        str(GROUPS),
+        name,
     )
-    _require(
-        num_inputs % max(BLOCK_INPUTS, group) == 0, "K", num_inputs, f"a multiple of {max(BLOCK_INPUTS, group)}", name
-    )
-    return _Int4(joined[0], joined[1])
+    _require(num_inputs % BLOCK_INPUTS == 0, "K", num_inputs, f"a multiple of {BLOCK_INPUTS}", name)
+    return _Int4(qweight, scales)
 
 
-def _pack_int4(device: Device, raw: Int4Weights, row_of: NDArray[np.int32]) -> tuple[Array, Array]:
+def _concatenate(name: str, tables: list[NDArray[Any]]) -> NDArray[Any]:
+    if len({table.shape[1] for table in tables}) != 1:
+        raise KernelArgumentError(f"{name}: linears side by side have {[t.shape for t in tables]}, expected one K")
+    return np.ascontiguousarray(tables[0] if len(tables) == 1 else np.concatenate(tables))
+
+
+def _pack_int4(device: Device, raw: _Int4, row_of: NDArray[np.int32]) -> tuple[Array, Array]:
     num_tiles, num_inputs, num_groups = len(row_of) // TILE_ROWS, raw.qweight.shape[1] * 2, raw.scales.shape[1]
     weights = device.empty((num_tiles, num_inputs // BLOCK_INPUTS, 1, 32, 4), np.uint32)
     scales = device.empty((num_tiles, num_groups, 8, 2), np.float16)
@@ -206,7 +206,7 @@ def _pack_int4(device: Device, raw: Int4Weights, row_of: NDArray[np.int32]) -> t
     return weights, scales
 
 
-def _pack_fp16(device: Device, raw: Fp16Weights, row_of: NDArray[np.int32]) -> tuple[Array, None]:
+def _pack_fp16(device: Device, raw: _Fp16, row_of: NDArray[np.int32]) -> tuple[Array, None]:
     num_tiles, num_inputs = len(row_of) // TILE_ROWS, raw.weight.shape[1]
     weights = device.empty((num_tiles, num_inputs // BLOCK_INPUTS, 4, 32, 4), np.uint32)
     arrays = device.upload(raw.weight), device.upload(row_of), weights
@@ -214,9 +214,9 @@ def _pack_fp16(device: Device, raw: Fp16Weights, row_of: NDArray[np.int32]) -> t
     return weights, None
 
 
-def _launch(device: Device, name: str, num_threads: int, *arguments: object) -> None:
-    scalars = (np.int32(a) if isinstance(a, int) else a for a in arguments)
-    device.launch(device.kernel("pack", name), (-(-num_threads // _THREADS), 1, 1), _THREADS, tuple(scalars))
+def _launch(device: Device, name: str, num_threads: int, *arguments: Array | int) -> None:
+    scalars = [np.int32(a) if isinstance(a, int) else a for a in arguments]
+    device.launch(device.kernel("pack", name), (-(-num_threads // _THREADS), 1, 1), _THREADS, scalars)
 
 
 def _require(holds: bool, what: str, given: object, expected: str, name: str = "pack_linear") -> None:
