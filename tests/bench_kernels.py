@@ -1,0 +1,295 @@
+"""Where the time of a step and of a prefill goes: every kernel, its floor, and whole steps of the engine. Needs a GPU.
+
+    python tests/bench_kernels.py [--model 407m] [--rows 1 10 50] [--prefix 1024 1000 1087] [--prompt 1024 500]
+        [--body int4] [--rounds 20] [--out FILE.json]
+    here, to see that it runs: --emulated
+
+The launches are those of the engine, recorded and repeated as CUDA graphs (`recorded_launches.py`).
+
+in place      a sequence of launches less the same without these: what they cost among the others, with the cache as the
+              others leave it
+alone         these launches, again and again; what they read stays in the cache if it fits
+floor         the larger of bytes / bandwidth and flops / rate.  Bytes: weights come out of memory (4.5 TB/s) once in a
+              step, keys and values once in a layer; all else out of the L2 cache (8.3 TB/s).  Rate: 700 TFLOP/s, fp16
+of ceiling    floor / in place
+engine        the same step or prefill as plans of the engine, host included; one step and several steps a plan
+promise       the one place where equal bits for every length cost speed: a product over 8192 inputs in slices of 2048
+
+Microseconds, medians of the rounds; in brackets the least and the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from bench_report import print_table, write_json
+from recorded_launches import Cost, Costs, Launched, RecordingDevice
+
+from tinyloop_service.bench import Workload, describe_machine, kv_memory_for, prompt_tokens
+from tinyloop_service.bench.direct import Direct, measure_prefill, measure_steps
+from tinyloop_service.engine.cuda import CudaEngine, open_device
+from tinyloop_service.engine.cuda.prompt import SLICE_INPUTS
+from tinyloop_service.engine.spec import ModelSpec, Quant
+from tinyloop_service.engine.tensors import with_fp16_blocks
+from tinyloop_service.engine.weights import ModelWeights, random_model, read_model
+
+MEMORY, CACHE, RATE = 4.5e12, 8.3e12, 700e12  # bytes/s, bytes/s, flop/s: measured on an H200
+REPLAYS = 3  # of a graph, for every sample
+LAUNCHES = 60  # at least, in a graph of launches alone
+NEW_TOKENS = 32
+SMALL = ModelSpec(
+    vocab_size=96, d_model=64, n_heads=1, n_kv_heads=1, head_dim=64, d_ff=128, pre_blocks=1, loop_blocks=1,
+    post_blocks=0, default_loops=2, max_loops=2, max_seq_len=256, quant=Quant(4, 64),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    rows: tuple[int, ...]
+    prefixes: tuple[int, ...]  # the first in full, of others whole steps and attention
+    prompts: tuple[int, ...]
+    rounds: int
+    replays: int
+    launches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Of a profile: all launches of one label; microseconds, of all of them together."""
+
+    label: str
+    launches: int
+    in_place_us: float
+    alone_us: float
+    cost: Cost
+
+    @property
+    def floor_us(self) -> float:
+        moving = self.cost.memory_bytes / MEMORY + self.cost.cache_bytes / CACHE
+        return max(moving, self.cost.flops / RATE) * 1e6
+
+    @property
+    def share(self) -> float:
+        """Of the ceiling."""
+        return self.floor_us / self.in_place_us if self.in_place_us > 0 else float("nan")
+
+    def cells(self) -> list[str]:
+        moved = self.cost.memory_bytes + self.cost.cache_bytes
+        return [
+            self.label,
+            str(self.launches),
+            f"{self.in_place_us:.1f}",
+            f"{self.alone_us:.1f}",
+            f"{self.alone_us / self.launches:.2f}",
+            f"{moved / 1e6:.1f}",
+            f"{self.cost.flops / 1e9:.2f}",
+            f"{self.floor_us:.1f}",
+            f"{self.share:.0%}",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "floor_us": self.floor_us, "share_of_ceiling": self.share}
+
+
+COLUMNS = ("kernel", "launches", "in place", "alone", "each alone", "MB", "GFLOP", "floor", "of ceiling")
+
+
+class Clock:
+    """Times sequences of launches on one device."""
+
+    def __init__(self, device: Any, scale: Scale) -> None:
+        self._device, self._scale = device, scale
+
+    def samples_us(self, launches: Iterable[Callable[[], None]]) -> list[float]:
+        """Of the whole sequence, once for every round."""
+        sequence = list(launches)
+        if not sequence:
+            return [0.0]
+        graph = self._device.capture(lambda: [run() for run in sequence])
+        graph.launch()
+        self._device.synchronize()
+        return [self._sample_us(graph) for _ in range(self._scale.rounds)]
+
+    def _sample_us(self, graph: Any) -> float:
+        began = time.perf_counter()
+        for _ in range(self._scale.replays):
+            graph.launch()
+        self._device.synchronize()
+        return (time.perf_counter() - began) * 1e6 / self._scale.replays
+
+    def alone_us(self, launches: Sequence[Launched]) -> float:
+        """Of one pass through `launches`, in a graph of many."""
+        times = -(-self._scale.launches // len(launches))
+        return median(self.samples_us(each.again for _ in range(times) for each in launches)) / times
+
+    def profile(self, title: str, launches: Sequence[Launched]) -> dict[str, Any]:
+        """Prints a table; the same for JSON."""
+        costs, groups = Costs(self._device), dict.fromkeys(each.label for each in launches)
+        cost_of = {id(each): costs.of(each) for each in launches}
+        whole = self.samples_us(each.again for each in launches)
+        lines = []
+        for label in groups:
+            group = [each for each in launches if each.label == label]
+            without = self.samples_us(each.again for each in launches if each.label != label)
+            cost = sum((cost_of[id(each)] for each in group), Cost())
+            lines.append(Line(label, len(group), median(whole) - median(without), self.alone_us(group), cost))
+        floor = sum(line.floor_us for line in lines)
+        print_table(
+            f"{title}: {figure(whole)} µs as a graph, floor {floor:.1f}", COLUMNS, [line.cells() for line in lines]
+        )
+        return {"title": title, "whole_us": whole, "floor_us": floor, "lines": [line.as_dict() for line in lines]}
+
+
+def figure(samples: Sequence[float]) -> str:
+    return f"{median(samples):.1f} ({min(samples):.1f}–{max(samples):.1f})"
+
+
+class Bench:
+    """One engine behind a recorder, and what is asked of it."""
+
+    def __init__(self, weights: ModelWeights, device: Any, scale: Scale) -> None:
+        self._scale, self._clock = scale, Clock(device, scale)
+        self._recorder = RecordingDevice(device)
+        self._spec = weights.spec
+        longest = Workload(prefix_len=max(*scale.prefixes, *scale.prompts), rows=scale.rows, new_tokens=NEW_TOKENS)
+        self._engine = CudaEngine(
+            weights,
+            device=self._recorder,  # type: ignore[arg-type]  # what it lacks, its device has
+            kv_memory=kv_memory_for(self._spec, longest),
+        )
+        self._direct = Direct(self._engine, self._spec.default_loops)
+
+    def run(self) -> dict[str, Any]:
+        profiles = [self._profile_prefill(length) for length in self._scale.prompts]
+        for prefix in self._scale.prefixes:
+            for rows in self._scale.rows:
+                profiles += self._profile_step(prefix, rows, in_full=prefix == self._scale.prefixes[0])
+        whole = {str(prefix): self._whole_steps(prefix) for prefix in self._scale.prefixes}
+        prefills = {str(length): self._whole_prefill(length) for length in self._scale.prompts}
+        self._engine.close()
+        return {"profiles": profiles, "engine_steps_us": whole, "engine_prefill_us": prefills}
+
+    def _tokens(self, length: int) -> tuple[int, ...]:
+        return prompt_tokens(self._spec.vocab_size, length)
+
+    def _profile_prefill(self, length: int) -> dict[str, Any]:
+        self._recorder.take()
+        self._direct.prefill(self._tokens(length))
+        profile = self._clock.profile(f"prefill of {length}", self._recorder.take())
+        self._direct.clear()
+        return profile
+
+    def _profile_step(self, prefix: int, num_rows: int, *, in_full: bool) -> list[dict[str, Any]]:
+        """One step off a prefix, and the opening of its rows; of further prefixes the attention alone."""
+        self._direct.prefill(self._tokens(prefix))
+        self._recorder.take()
+        rows = self._direct.open_rows(prefix, num_rows, room=NEW_TOKENS)
+        opening = self._recorder.take()
+        for _ in range(NEW_TOKENS // 4):  # to the middle of the request
+            self._direct.decode(rows, 2)
+        step = self._recorder.graph_of(num_rows)
+        named = f"{num_rows} rows, prefix {prefix}"
+        if not in_full:
+            step = [each for each in step if each.name == "decode_attention"]
+        profiles = [self._clock.profile(f"step of {named}", step)]
+        if prefix % 64 and num_rows == max(self._scale.rows):
+            profiles.append(self._clock.profile(f"opening {named}", opening))
+        self._direct.clear()
+        return profiles
+
+    def _whole_steps(self, prefix: int) -> dict[str, Any]:
+        """Samples per number of rows, for plans of one step and of as many as there may be."""
+        result = {}
+        for at_once in (1, self._engine.limits.max_steps):
+            workload = Workload(
+                prefix_len=prefix,
+                rows=self._scale.rows,
+                new_tokens=NEW_TOKENS,
+                steps=self._scale.rounds,
+                steps_at_once=at_once,
+            )
+            steps = measure_steps(self._direct, self._tokens(prefix), workload, lambda _: None)
+            result[f"{at_once} a plan"] = {rows: [ms * 1e3 for ms in samples] for rows, samples in steps.items()}
+        return result
+
+    def _whole_prefill(self, length: int) -> list[float]:
+        times = measure_prefill(self._direct, self._tokens(length), self._scale.rounds + 1, lambda _: None)
+        return [ms * 1e3 for ms in times[1:]]
+
+
+def promise_us(device: Any, clock: Clock, spec: ModelSpec, tokens: int) -> dict[str, list[float]]:
+    """The product of `down` over all inputs at once, and in the slices that give every number of tokens equal bits."""
+    rng = np.random.default_rng(0)
+
+    def matrix(rows: int) -> Any:
+        return device.upload(rng.standard_normal((rows, spec.d_ff), np.float32).astype(np.float16))
+
+    x, weight, out = matrix(tokens), matrix(spec.d_model), device.zeros((tokens, spec.d_model), np.float32)
+    slices = [slice(at, at + SLICE_INPUTS) for at in range(0, spec.d_ff, SLICE_INPUTS)]
+    sliced = [partial(device.gemm, x[:, part], weight[:, part], out, accumulate=True) for part in slices]
+    return {
+        "whole": clock.samples_us([partial(device.gemm, x, weight, out, accumulate=True)]),
+        "in slices": clock.samples_us(sliced),
+    }
+
+
+def print_whole(measured: dict[str, Any]) -> None:
+    rows = [
+        [f"step, prefix {prefix}, {plans}, {count} rows", figure(samples)]
+        for prefix, by_plans in measured["engine_steps_us"].items()
+        for plans, by_rows in by_plans.items()
+        for count, samples in by_rows.items()
+    ]
+    rows += [[f"prefill of {length}", figure(us)] for length, us in measured["engine_prefill_us"].items()]
+    rows += [[f"promise: down, {how}", figure(us)] for how, us in measured["promise_us"].items()]
+    print_table(f"engine, µs, on {measured['machine']}", ("what", "median (least–most)"), rows)
+
+
+def weights_of(name: str, body: str) -> ModelWeights:
+    weights = read_model(name) if Path(name).is_file() else random_model(name)
+    return with_fp16_blocks(weights) if body == "fp16" else weights
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    if args.emulated:
+        from emulation.device import EmulatedDevice
+
+        weights, device = random_model(SMALL), EmulatedDevice()
+        scale = Scale(rows=(1, 3), prefixes=(70,), prompts=(20,), rounds=1, replays=1, launches=1)
+    else:
+        weights = weights_of(args.model, args.body)
+        device = open_device(weights.spec)
+        scale = Scale(tuple(args.rows), tuple(args.prefix), tuple(args.prompt), args.rounds, REPLAYS, LAUNCHES)
+    promise = promise_us(device, Clock(device, scale), weights.spec, scale.prompts[0])
+    measured = {"machine": describe_machine(), "model": args.model, "body": args.body, "promise_us": promise}
+    measured |= Bench(weights, device, scale).run()
+    print_whole(measured)
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="407m", help="a size of `tinyloop init`, or a path")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 10, 50])
+    parser.add_argument("--prefix", type=int, nargs="+", default=[1024, 1000, 1087])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[1024, 500])
+    parser.add_argument("--body", default="int4", choices=["int4", "fp16"])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--emulated", action="store_true", help="a tiny model in emulation: figures mean nothing")
+    parser.add_argument("--out", type=Path, default=Path("build/bench_kernels.json"))
+    args = parser.parse_args()
+    write_json(args.out, measure(args))
+
+
+if __name__ == "__main__":
+    main()

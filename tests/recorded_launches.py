@@ -1,0 +1,209 @@
+"""The launches of a real step or prefill, recorded to be repeated, and what each of them cannot do without.
+
+`RecordingDevice` stands between an engine and its device and notes every launch and product that passes.  So what is
+measured is what the engine does, on the data it does it with.
+
+In: a device; later, launches.  Out: `Launched`, which can be called again, and its `Cost`.  Refuses to know about
+clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tinyloop_service.engine.api import PAGE_TOKENS
+from tinyloop_service.kernels.device import Device
+
+Array = Any  # of the device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launched:
+    name: str  # of the kernel, or "gemm"
+    args: tuple[Any, ...]
+    again: Callable[[], None]  # the same launch, but that a step's last one (`advance` = 0) leaves lengths as they are
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix that a linear or a product reads."""
+        matrix = self.args[0] if self.name == "gemm" else self.args[2]
+        return int(matrix.shape[0])
+
+    @property
+    def label(self) -> str:
+        """Launches of one label are shown as one line: those of all layers together, linears apart by their sizes."""
+        if self.name == "gemm":
+            x, weight, _ = self.args
+            return f"gemm {x.shape[0]}×{x.shape[1]}×{weight.shape[0]}"
+        if self.name.startswith("linear"):
+            weights, _, y = self.args[:3]
+            return f"{self.name} {y.shape[1]}→{_num_weights(weights, self.args[1]) // y.shape[1]}"
+        return self.name
+
+
+class RecordingDevice:
+    """A device that passes everything on, and notes launches."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._launches: list[Launched] = []
+        self._graphs: list[list[Launched]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def take(self) -> list[Launched]:
+        """What was launched or captured since the last call."""
+        taken, self._launches = self._launches, []
+        return taken
+
+    def graph_of(self, num_rows: int) -> list[Launched]:
+        """The launches of the decode step whose batch is padded to the fewest rows that hold `num_rows`."""
+        sizes = {each.rows: graph for graph in self._graphs for each in graph if each.name == "linear_logits"}
+        return sizes[min(rows for rows in sizes if rows >= num_rows)]
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        before = len(self._launches)
+        graph = self._device.capture(work)
+        self._graphs.append(self._launches[before:])
+        return graph
+
+    def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, args: Sequence[Any], **options: Any) -> None:
+        def run(arguments: Sequence[Any]) -> None:
+            self._device.launch(kernel, grid, block, arguments, **options)
+
+        run(args)
+        standing = (*args[:-1], np.int32(0)) if kernel.name == "sample_finish" else args
+        self._launches.append(Launched(kernel.name, tuple(args), partial(run, standing)))
+
+    def gemm(self, x: Array, weight: Array, out: Array, **options: Any) -> None:
+        again = partial(self._device.gemm, x, weight, out, **options)
+        again()
+        self._launches.append(Launched("gemm", (x, weight, out), again))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The least that a launch must do."""
+
+    memory_bytes: int = 0  # nobody touched them since the step began
+    cache_bytes: int = 0  # re-read, or written by the launch before
+    flops: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.memory_bytes + other.memory_bytes, self.cache_bytes + other.cache_bytes, self.flops + other.flops
+        )
+
+
+class Costs:
+    """Costs of a sequence of launches, in their order: weights come out of memory once and out of the cache later."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._seen: set[int] = set()
+
+    def of(self, launched: Launched) -> Cost:
+        """An unknown kernel costs nothing: it is timed all the same."""
+        rule = _RULES.get(launched.name)
+        return rule(self, launched.args) if rule else Cost()
+
+    def linear(self, args: tuple[Any, ...]) -> Cost:
+        """args: weights, scales, y, …, of which the last is what is written, or q and pages."""
+        weights, scales, y = args[:3]
+        outputs = _num_weights(weights, scales) // y.shape[1]
+        return self._read(weights, scales) + Cost(
+            cache_bytes=y.nbytes + 4 * y.shape[0] * outputs, flops=2 * y.shape[0] * y.shape[1] * outputs
+        )
+
+    def gemm(self, args: tuple[Any, ...]) -> Cost:
+        x, weight, out = args
+        rows, inputs = x.shape
+        moved = 2 * rows * inputs + rows * weight.shape[0] * out.dtype.itemsize
+        return Cost(2 * weight.shape[0] * inputs, moved, 2 * rows * inputs * weight.shape[0])
+
+    def decode_attention(self, args: tuple[Any, ...]) -> Cost:
+        q, pool, _, items, num_items = args[:5]
+        read = self._download(items)[: int(self._download(num_items)[0])]
+        queries = int(read[:, 3].sum())
+        return Cost(len(read) * 2 * pool.shape[1], 2 * q.nbytes, 4 * queries * PAGE_TOKENS * q.shape[1])
+
+    def prefill_attention(self, args: tuple[Any, ...]) -> Cost:
+        """Keys and values of the longest sequence, once: every launch has but one in these benchmarks."""
+        q, pool, _, tiles = args[:4]
+        pairs = blocks = 0
+        for _, _, count, first, window, _ in self._download(tiles).tolist():
+            seen = np.arange(first + 1, first + count + 1)
+            pairs += int((np.minimum(seen, window) if window else seen).sum())
+            blocks = max(blocks, -(-(first + count) // PAGE_TOKENS))
+        return Cost(0, 2 * q.nbytes + blocks * 2 * pool.shape[1], 4 * pairs * q.shape[1])
+
+    def fold_norm(self, args: tuple[Any, ...]) -> Cost:
+        x, partials = args[:2]
+        return Cost(cache_bytes=2 * x.nbytes + x.nbytes // 2 + (0 if partials is None else partials.nbytes))
+
+    def all_arrays(self, args: tuple[Any, ...]) -> Cost:
+        """For kernels that touch all that they are given."""
+        return Cost(cache_bytes=sum(int(arg.nbytes) for arg in args if _is_array(arg)))
+
+    def rope(self, args: tuple[Any, ...]) -> Cost:
+        return Cost(cache_bytes=2 * args[0].nbytes)  # what is read is written, to q and to pages
+
+    def sample_scan(self, args: tuple[Any, ...]) -> Cost:
+        """Logits are read, scores written; only `row_logits` says how many rows there are."""
+        scores = args[6]
+        return Cost(cache_bytes=8 * args[0].shape[0] * scores.shape[1])
+
+    def clone(self, args: tuple[Any, ...]) -> Cost:
+        """args: pool, triples; sources are shared by many."""
+        pool, triples = args[0], self._download(args[1])
+        per_token = 2 * pool.shape[1] // PAGE_TOKENS
+        sources = {int(source): int(count) for source, _, count in triples}
+        return Cost(per_token * (int(triples[:, 2].sum()) + sum(sources.values())))
+
+    def zero(self, args: tuple[Any, ...]) -> Cost:
+        pool, ids = args[:2]
+        return Cost(2 * pool.shape[1] * ids.shape[0])
+
+    def _read(self, *arrays: Array) -> Cost:
+        total = Cost()
+        for array in arrays:
+            if array is not None:
+                fresh = id(array) not in self._seen
+                self._seen.add(id(array))
+                total += Cost(memory_bytes=array.nbytes) if fresh else Cost(cache_bytes=array.nbytes)
+        return total
+
+    def _download(self, array: Array) -> np.ndarray:
+        return np.asarray(self._device.download(array))
+
+
+_RULES: dict[str, Callable[[Costs, tuple[Any, ...]], Cost]] = {
+    "linear_qkv": Costs.linear,
+    "linear_gate_up": Costs.linear,
+    "linear_partials": Costs.linear,
+    "linear_logits": Costs.linear,
+    "gemm": Costs.gemm,
+    "decode_attention": Costs.decode_attention,
+    "prefill_attention": Costs.prefill_attention,
+    "fold_norm": Costs.fold_norm,
+    "rope": Costs.rope,
+    "swiglu": Costs.all_arrays,
+    "sample_scan": Costs.sample_scan,
+    "clone_pages": Costs.clone,
+    "zero_pages": Costs.zero,
+}
+
+
+def _num_weights(weights: Array, scales: Array | None) -> int:
+    """Packed weights are words of eight INT4 or two fp16 values."""
+    return int(weights.size) * (2 if scales is None else 8)
+
+
+def _is_array(value: object) -> bool:
+    return hasattr(value, "nbytes") and bool(getattr(value, "shape", ()))
