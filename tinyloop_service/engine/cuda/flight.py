@@ -1,0 +1,140 @@
+"""A plan on its way: the host memory that it needs until it is done, and how its answer is read.
+
+    submit: tables → Staging → device … device → Landing, then an event       result: wait for the event, read Landing
+
+In: what a batch draws, as device arrays.  Out: a `StepResult`, from whatever thread asks.  Two flights take turns, so
+that a plan never touches what the one before is still sending or receiving.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyloop_service.engine.api import RowOutput, SequenceId, StepResult
+from tinyloop_service.engine.cuda.staging import Staging
+from tinyloop_service.errors import EngineFault
+from tinyloop_service.kernels.device import Array, Device
+from tinyloop_service.types import TokenLogprob
+
+_STAGED_WORDS = 1 << 16
+_LANDED_WORDS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a batch drew, on the host once its plan is done.  Rows beyond `sequences` are padding."""
+
+    sequences: tuple[SequenceId, ...]
+    logprobs_wanted: tuple[int, ...]  # of each sequence: 0 none, else how many beside the token's own
+    tokens: NDArray[np.int32]  # (steps, rows)
+    logprobs: NDArray[np.float32] | None  # (steps, rows, 21)
+    top: NDArray[np.int32] | None  # (steps, rows, 20)
+
+    def outputs(self) -> Iterator[RowOutput]:
+        for row, (seq, wanted) in enumerate(zip(self.sequences, self.logprobs_wanted, strict=True)):
+            tokens = tuple(self.tokens[:, row].tolist())
+            if min(tokens) < 0:
+                raise EngineFault(f"the logits of sequence {seq} are not finite")
+            yield RowOutput(seq, tokens, tuple(self._logprobs(row, wanted)) if wanted else ())
+
+    def _logprobs(self, row: int, wanted: int) -> Iterator[TokenLogprob]:
+        assert self.logprobs is not None and self.top is not None
+        for values, ids in zip(self.logprobs[:, row].tolist(), self.top[:, row].tolist(), strict=True):
+            yield TokenLogprob(values[0], tuple(zip(ids[:wanted], values[1 : 1 + wanted], strict=True)))
+
+
+class Landing:
+    """Page-locked memory that answers are copied to; grows when a plan answers more than any before."""
+
+    def __init__(self, device: Device, words: int) -> None:
+        self._device = device
+        self._host: NDArray[np.int32] = device.pinned((words,), np.int32)
+        self._used = 0
+
+    def clear(self) -> None:
+        self._used = 0
+
+    def receive(self, source: Array) -> NDArray[Any]:
+        """Queue the copy of an array of 4-byte elements; where it will be."""
+        size = int(np.prod(source.shape))
+        if self._used + size > self._host.size:  # those that were received already keep the old memory
+            self._host, self._used = self._device.pinned((2 * (self._host.size + size),), np.int32), 0
+        words = self._host[self._used : self._used + size]
+        self._used += size
+        target = words.view(source.dtype).reshape(source.shape)
+        self._device.copy_out(target, source)
+        return target
+
+
+class Flight:
+    """One of the two; used for one plan after the other."""
+
+    def __init__(self, device: Device) -> None:
+        self.staging = Staging(device, _STAGED_WORDS)
+        self._landing = Landing(device, _LANDED_WORDS)
+        self._event = device.event()
+        self._drawn: list[Drawn] = []
+        self._pending: PendingStep | None = None
+
+    def begin(self) -> None:
+        """Wait until the last plan from here is done and its answer read."""
+        if self._pending is not None:
+            self._pending.settle()
+        self._pending = None
+        self._drawn = []
+        self.staging.clear()
+        self._landing.clear()
+
+    def receive(
+        self, sequences: tuple[SequenceId, ...], wanted: tuple[int, ...], arrays: tuple[Array, Array, Array]
+    ) -> None:
+        """Queue the copies of a batch's tokens and, if a row wants them, logprobs."""
+        tokens, logprobs, top = arrays
+        landed = self._landing.receive
+        if any(wanted):
+            self._drawn.append(Drawn(sequences, wanted, landed(tokens), landed(logprobs), landed(top)))
+        else:
+            self._drawn.append(Drawn(sequences, wanted, landed(tokens), None, None))
+
+    def end(self) -> PendingStep:
+        """Everything of the plan is queued."""
+        self._event.record()
+        self._pending = PendingStep(self._event, tuple(self._drawn))
+        return self._pending
+
+
+class PendingStep:
+    """A `Pending`."""
+
+    def __init__(self, event: Any, drawn: tuple[Drawn, ...]) -> None:
+        self._event, self._drawn = event, drawn
+        self._lock = threading.Lock()  # the engine's thread reads an answer that nobody came for
+        self._outcome: StepResult | Exception | None = None
+
+    def result(self) -> StepResult:
+        outcome = self.settle()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def settle(self) -> StepResult | Exception:
+        """Wait, and take the answer out of memory that the next plan will use."""
+        with self._lock:
+            if self._outcome is None:
+                self._outcome = self._read()
+            return self._outcome
+
+    def _read(self) -> StepResult | Exception:
+        try:
+            self._event.synchronize()
+            return StepResult(tuple(output for drawn in self._drawn for output in drawn.outputs()))
+        except EngineFault as error:
+            return error
+        except Exception as error:
+            return EngineFault(f"a step's result cannot be read: {type(error).__name__}: {error}")

@@ -1,0 +1,92 @@
+"""What lies on the device besides weights: pages, and the tables and state of every sequence.
+
+    pool      fp16   [pages][2·G·64·D]               K [G][64][D], then V transposed [G][D][64], of 64 tokens of a layer
+    tables    int32  [slots][max_layers][max_blocks]  page of a sequence's block, its parents' included
+    token     int32  [slots]                         last sampled
+    length    int32  [slots]                         tokens whose K and V are stored
+    outputs   fp16   [slots][d_model]                a prefix's last token after the final norm: what the head reads
+
+tables, token and length are one vector, `words`, so that a plan changes them in one launch.  Here is also how much of
+it all there is, and what a start with too little memory is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tinyloop_service.engine.api import PAGE_TOKENS
+from tinyloop_service.engine.spec import ModelSpec
+from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.kernels.device import Array, Device
+
+MOST_SLOTS = 2560  # sequences open at a time
+SHARE = 0.9  # of what is free at the start; the rest is left to the driver, graphs and others
+_MIB = 2**20
+
+
+def page_elements(spec: ModelSpec) -> int:
+    return 2 * spec.kv_dim * PAGE_TOKENS
+
+
+def page_bytes(spec: ModelSpec) -> int:
+    return 2 * page_elements(spec)
+
+
+def max_blocks(spec: ModelSpec) -> int:
+    """Blocks of the longest sequence."""
+    return -(-spec.max_seq_len // PAGE_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What was found out about memory before anything was taken; bytes."""
+
+    free: int
+    weights: int
+    kv_memory: int | None  # asked for; None: all that is left
+
+    def check_weights(self) -> None:
+        if self.weights > self.free * SHARE:
+            raise InvalidArgument(
+                "engine",
+                f"the model's weights need {self.weights // _MIB} MiB on the GPU, {self.free // _MIB} MiB are free; "
+                "free some, use a smaller model, or engine cpu",
+            )
+
+    def num_pages(self, spec: ModelSpec, free_now: int) -> int:
+        """Pages in what is free after weights and buffers.  Raises InvalidArgument where they are too few to begin."""
+        left = free_now - round(self.free * (1 - SHARE))
+        asked = left if self.kv_memory is None else self.kv_memory
+        least = spec.cache_layers(spec.default_loops) * page_bytes(spec)
+        if asked > left or asked < least:
+            needed = max(least, self.kv_memory or 0)
+            raise InvalidArgument(
+                "kv_memory",
+                f"{needed // _MIB} MiB needed for state, at least {-(-least // _MIB)} of them for the first "
+                f"{PAGE_TOKENS} tokens; {max(left, 0) // _MIB} MiB of the GPU are free beside weights and buffers; "
+                "give less kv_memory, free GPU memory, or use engine cpu",
+            )
+        return asked // page_bytes(spec)
+
+
+class Arena:
+    """The arrays of the drawing above."""
+
+    def __init__(self, device: Device, spec: ModelSpec, num_slots: int) -> None:
+        layers, blocks = spec.cache_layers(spec.max_loops), max_blocks(spec)
+        table_words = num_slots * layers * blocks
+        self.num_slots = num_slots
+        self.words = device.zeros((table_words + 2 * num_slots,), np.int32)
+        self.tables = self.words[:table_words].reshape(num_slots, layers, blocks)
+        self.table_rows = self.words[:table_words].reshape(num_slots, layers * blocks)
+        self.token = self.words[table_words : table_words + num_slots]
+        self.length = self.words[table_words + num_slots :]
+        self.length_index = table_words + num_slots  # of slot 0's length in `words`
+        self.outputs = device.zeros((num_slots, spec.d_model), np.float16)
+        self.pool: Array = device.empty((0, page_elements(spec)), np.float16)
+
+    def take_pages(self, device: Device, spec: ModelSpec, num_pages: int) -> None:
+        """Last of all, for it takes what is left."""
+        self.pool = device.empty((num_pages, page_elements(spec)), np.float16)

@@ -1,0 +1,130 @@
+"""The promise, tried on this device with this model before it serves: does a row get the same bits whatever stands
+beside it?
+
+    products    prompt rows in matrices of every padded size, at their beginning, middle and end.  Where cuBLAS adds in
+                another order for some sizes, every product gets one fixed size instead
+    rows        requests off one prefix in batches of every padded size, against the smallest that they were in
+
+In: an engine that is ready but for this.  Out: nothing, or an EngineFault that says which promise this device breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+
+from tinyloop_service.engine.api import PAGE_TOKENS, Block, Clone, Extend, Limits, Open, Plan, Prefill, StepResult
+from tinyloop_service.engine.cuda.prompt import ROW_MULTIPLE, PromptPass
+from tinyloop_service.engine.cuda.schedule import Schedule
+from tinyloop_service.errors import EngineFault
+from tinyloop_service.kernels.device import Array, Device
+from tinyloop_service.types import MAX_LOGPROBS, Sampling
+
+_COMPARED = 8  # rows at each place
+_STEPS = 2
+_PREFIX = -1  # sequence ids below zero are nobody else's
+_FIRST_ROW = -2
+
+
+class Engine(Protocol):
+    @property
+    def limits(self) -> Limits: ...
+
+    def step(self, plan: Plan) -> StepResult: ...
+
+
+def check_products(device: Device, prompt: PromptPass, schedule: Schedule) -> None:
+    """Products of every padded number of rows; `prompt.fix_tiles` where they differ."""
+    block = schedule.layers[0].block
+    for dense, accumulate in ((block.qkv, False), (block.o, True), (block.gate_up, False), (block.down, True)):
+        if not _rows_agree(device, prompt, dense.dense, accumulate):
+            prompt.fix_tiles()
+            if not _rows_agree(device, prompt, dense.dense, accumulate):
+                raise EngineFault("self-check: a row of a matrix product depends on its place on this device")
+
+
+def _rows_agree(device: Device, prompt: PromptPass, weight: Array, accumulate: bool) -> bool:
+    num_outputs, num_inputs = weight.shape
+    some = np.random.default_rng(0).standard_normal((ROW_MULTIPLE, num_inputs)).astype(np.float16)
+    x = device.upload(np.tile(some, (prompt.max_rows // ROW_MULTIPLE, 1)))  # the same rows again and again
+    expected = None
+    for rows in range(prompt.padded(1), prompt.max_rows + 1, prompt.padded(1)):
+        out = device.zeros((rows, num_outputs), np.float32 if accumulate else np.float16)
+        prompt.gemm(x[:rows], weight, out, accumulate=accumulate)
+        for at in (0, rows // ROW_MULTIPLE // 2 * ROW_MULTIPLE, rows - ROW_MULTIPLE):
+            got = device.download(out[at : at + _COMPARED])
+            expected = got if expected is None else expected
+            if not np.array_equal(got, expected):
+                return False
+    return True
+
+
+def check_rows(engine: Engine, row_counts: tuple[int, ...]) -> None:
+    """Batches of every padded size, as far as there are pages for them; raises EngineFault."""
+    check = _RowCheck(engine)
+    check.build_prefix()
+    for count in row_counts:
+        if not check.has_pages(count):
+            break
+        for seq, drawn in check.batch(count):
+            if check.known.setdefault(seq, drawn) != drawn:
+                raise EngineFault(
+                    f"self-check: on this device a row of a batch of {count} gets other bits than in a smaller batch"
+                )
+    engine.step(Plan(0, close=(_PREFIX,)))
+
+
+class _RowCheck:
+    def __init__(self, engine: Engine) -> None:
+        self._engine, limits = engine, engine.limits
+        self._loops, self._layers = limits.default_loops, limits.cache_layers(limits.default_loops)
+        self._length = max(1, min(PAGE_TOKENS + 6, limits.max_seq_len - _STEPS - 2))
+        self._tokens = np.random.default_rng(1).integers(0, limits.vocab_size, self._length).tolist()
+        self._blocks = -(-(self._length + _STEPS + 2) // PAGE_TOKENS)  # of the longest row, its prefix's included
+        self.known: dict[int, object] = {}
+
+    def has_pages(self, rows: int) -> bool:
+        per_row = self._blocks - self._length // PAGE_TOKENS
+        return (self._blocks + rows * per_row) * self._layers <= self._engine.limits.num_pages
+
+    def build_prefix(self) -> None:
+        self._engine.step(
+            Plan(
+                0,
+                open=(Open(_PREFIX, None, 0, self._loops, 0, None),),
+                extend=(Extend(_PREFIX, self._table(0)[: -(-self._length // PAGE_TOKENS)]),),
+                prefill=(Prefill(_PREFIX, 0, tuple(self._tokens), last=True),),
+            )
+        )
+
+    def batch(self, count: int) -> Iterator[tuple[int, object]]:
+        """(sequence, everything it drew) of `count` rows, each with a suffix of one token of its own."""
+        sampling, start = Sampling(logprobs=MAX_LOGPROBS), self._length
+        rows = [_FIRST_ROW - i for i in range(count)]
+        shared, own = divmod(start, PAGE_TOKENS)
+        tables = [self._table(1 + i)[: self._blocks - shared] for i in range(count)]
+        clones = [Clone(seq, self._table(0)[shared], table[0], own) for seq, table in zip(rows, tables, strict=True)]
+        began = self._engine.step(
+            Plan(
+                0,
+                open=tuple(Open(seq, _PREFIX, start, self._loops, 0, sampling) for seq in rows),
+                extend=tuple(Extend(seq, table) for seq, table in zip(rows, tables, strict=True)),
+                clone=tuple(clones) if own else (),
+                prefill=tuple(
+                    Prefill(seq, start, (i % self._engine.limits.vocab_size,), last=True) for i, seq in enumerate(rows)
+                ),
+            )
+        )
+        went_on = self._engine.step(Plan(0, decode=tuple(rows), num_steps=_STEPS))
+        self._engine.step(Plan(0, close=tuple(rows)))
+        first = {row.seq: (row.tokens, row.logprobs) for row in began.rows}
+        return ((row.seq, (first[row.seq], row.tokens, row.logprobs)) for row in went_on.rows)
+
+    def _table(self, owner: int) -> tuple[Block, ...]:
+        """Blocks of pages that nobody else has: the prefix's, or a row's."""
+        first = owner * self._blocks * self._layers
+        return tuple(
+            tuple(range(first + i * self._layers, first + (i + 1) * self._layers)) for i in range(self._blocks)
+        )

@@ -1,0 +1,216 @@
+"""The host's half of a plan: bookkeeping, and every table that its launches read.
+
+In: a `Plan`.  Out: a `Work`: where in a Staging the tables lie, and in which batches rows run.  Sequences are moved on
+here, ahead of the device.  A plan that breaks the contract fails here, before anything is launched.  Refuses to know
+about the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Listed
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from tinyloop_service.engine.api import Plan, Prefill, SequenceId
+from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, attention_tables, prompt_tiles
+from tinyloop_service.engine.cuda.decoding import BatchSections, Decoder
+from tinyloop_service.engine.cuda.memory import Arena
+from tinyloop_service.engine.cuda.prompt import PromptPass
+from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
+from tinyloop_service.engine.cuda.staging import Section, Staging
+from tinyloop_service.kernels.sample import SamplerTables
+
+T = TypeVar("T")
+_NO_SPLITS = AttentionTables(np.zeros((0, 4), np.int32), np.zeros((0, 2), np.int32), np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows that draw together."""
+
+    sequences: tuple[SequenceId, ...]
+    logprobs: tuple[int, ...]  # wanted by each
+    tables: BatchSections
+
+
+@dataclass(frozen=True, slots=True)
+class FirstWork:
+    """Rows that draw their first token; index int32 [rows]: of what the head reads."""
+
+    batch: Batch
+    index: Section
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWork:
+    """Chunks of one depth.  Indices are rows of the pass."""
+
+    loops: int
+    ids: Section
+    slots: Section
+    positions: Section
+    tiles: Section
+    draws: tuple[FirstWork, ...]
+    kept: tuple[tuple[int, Section], ...]  # (slot, index [1]) of prefixes that are complete
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    batch: Batch
+    loops: int
+    rows: int  # padded
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    poisoned: Section  # pages [n]
+    copied: Section  # (target, source) [n, 2] rows of the page tables
+    written: Section  # (index, value) [n, 2] of the arena's words
+    zeroed: Section  # pages [n]
+    cloned: Section  # (source, target, tokens) [n, 3]
+    first: tuple[FirstWork, ...]
+    prompts: tuple[PromptWork, ...]
+    decode: tuple[DecodeWork, ...]
+
+
+class Planner:
+    """Makes the Work of one plan after the other."""
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        arena: Arena,
+        sampler: SamplerTables,
+        decoder: Decoder,
+        prompt: PromptPass,
+        *,
+        debug: bool,
+    ) -> None:
+        self._table, self._arena, self._sampler = table, arena, sampler
+        self._decoder, self._prompt, self._debug = decoder, prompt, debug
+
+    def work(self, plan: Plan, staging: Staging) -> Work:
+        lengths: dict[int, int] = {}  # by slot
+        for seq in plan.close:
+            self._table.close(seq)
+        copied = self._open(plan, lengths)
+        pages = [self._table.extend(extension.seq, extension.blocks) for extension in plan.extend]
+        first = tuple(self._first(plan.first, staging))
+        prompts = tuple(self._prompts(plan.prefill, lengths, staging))
+        decode = tuple(self._decodes(plan.decode, plan.num_steps, staging))
+        for drop in plan.drop:
+            self._table.drop(drop.seq, drop.first_block)
+        at = self._arena.length_index
+        words = [*pages, _ints([(at + slot, length) for slot, length in lengths.items()], 2)]
+        clones = [
+            (*pair, clone.num_tokens) for clone in plan.clone for pair in zip(clone.source, clone.target, strict=True)
+        ]
+        return Work(
+            poisoned=staging.put(np.array(plan.released if self._debug else (), np.int32)),
+            copied=staging.put(copied),
+            written=staging.put(np.concatenate(words)),
+            zeroed=staging.put(np.concatenate([p[:, 1] for p in pages]) if pages else np.zeros(0, np.int32)),
+            cloned=staging.put(_ints(clones, 3)),
+            first=first,
+            prompts=prompts,
+            decode=decode,
+        )
+
+    def _open(self, plan: Plan, lengths: dict[int, int]) -> Ints:
+        """Rows of the page tables to copy, (n, 2)."""
+        copied = []
+        for opening in plan.open:
+            sequence = self._table.open(opening)
+            lengths[sequence.slot] = sequence.length
+            if sequence.parent is not None:
+                copied.append((sequence.slot, sequence.parent.slot))
+            if opening.sampling is not None:
+                self._sampler.write(sequence.slot, opening.sampling, opening.prompt)
+        return _ints(copied, 2)
+
+    def _first(self, rows: Iterable[SequenceId], staging: Staging) -> Iterator[FirstWork]:
+        for part in _cut([self._table[seq] for seq in rows], self._decoder.max_rows):
+            parents = [sequence.parent for sequence in part]
+            for sequence, parent in zip(part, parents, strict=True):
+                assert parent is not None and parent.has_output, f"sequence {sequence.id} has nothing to start from"
+            index = np.array([parent.slot for parent in parents if parent is not None], np.int32)
+            yield FirstWork(self._batch(part, _NO_SPLITS, staging), staging.put(index))
+
+    def _prompts(self, prefills: Iterable[Prefill], lengths: dict[int, int], staging: Staging) -> Iterator[PromptWork]:
+        by_loops: dict[int, list[Prefill]] = {}
+        for prefill in prefills:
+            by_loops.setdefault(self._table[prefill.seq].loops, []).append(prefill)
+        for loops, group in by_loops.items():
+            yield self._prompt_work(loops, group, lengths, staging)
+
+    def _prompt_work(
+        self, loops: int, prefills: list[Prefill], lengths: dict[int, int], staging: Staging
+    ) -> PromptWork:
+        rows = self._prompt.padded(sum(len(prefill.tokens) for prefill in prefills))
+        assert rows <= self._prompt.max_rows, f"{rows} prompt tokens in one plan"
+        ids, positions, slots = np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
+        tiles: list[Ints] = []
+        drawing: list[tuple[Sequence, int]] = []  # with its last row
+        complete: list[tuple[Sequence, int]] = []
+        at = 0
+        for prefill in prefills:
+            sequence, count = self._table[prefill.seq], len(prefill.tokens)
+            assert prefill.start == sequence.length, f"sequence {prefill.seq} has {sequence.length} tokens"
+            self._table.require_room(sequence, prefill.start + count)
+            span = slice(at, at + count)
+            ids[span], slots[span] = prefill.tokens, sequence.slot
+            positions[span] = np.arange(prefill.start, prefill.start + count)
+            tiles.append(prompt_tiles(at, sequence, prefill.start, count))
+            at += count
+            sequence.length = lengths[sequence.slot] = prefill.start + count
+            if prefill.last:
+                (complete if sequence.sampling is None else drawing).append((sequence, at - 1))
+        for sequence, _ in complete:
+            sequence.has_output = True
+        return PromptWork(
+            loops=loops,
+            ids=staging.put(ids),
+            slots=staging.put(slots),
+            positions=staging.put(positions),
+            tiles=staging.put(np.concatenate(tiles)),
+            draws=tuple(self._prompt_draws(drawing, staging)),
+            kept=tuple((sequence.slot, staging.put(np.array([row], np.int32))) for sequence, row in complete),
+        )
+
+    def _prompt_draws(self, drawing: list[tuple[Sequence, int]], staging: Staging) -> Iterator[FirstWork]:
+        for part in _cut(drawing, self._decoder.max_rows):
+            index = staging.put(np.array([row for _, row in part], np.int32))
+            yield FirstWork(self._batch([sequence for sequence, _ in part], _NO_SPLITS, staging), index)
+
+    def _decodes(self, rows: Iterable[SequenceId], num_steps: int, staging: Staging) -> Iterator[DecodeWork]:
+        by_loops: dict[int, list[Sequence]] = {}
+        for seq in rows:
+            sequence = self._table[seq]
+            self._table.require_room(sequence, sequence.length + num_steps)
+            by_loops.setdefault(sequence.loops, []).append(sequence)
+        for loops, group in by_loops.items():
+            for part in _cut(group, self._decoder.max_rows):
+                batch = self._batch(part, attention_tables(part, num_steps), staging)
+                for sequence in part:
+                    sequence.length += num_steps
+                yield DecodeWork(batch, loops, self._decoder.padded(len(part)), num_steps)
+
+    def _batch(self, rows: Listed[Sequence], tables: AttentionTables, staging: Staging) -> Batch:
+        slots, lengths, windows = (
+            np.array([getattr(row, name) for row in rows], np.int32) for name in ("slot", "length", "window")
+        )
+        sections = self._decoder.batch.stage(staging, slots, lengths, windows, tables)
+        wanted = tuple(row.sampling.logprobs if row.sampling is not None else 0 for row in rows)
+        return Batch(tuple(row.id for row in rows), wanted, sections)
+
+
+def _cut(items: list[T], size: int) -> Iterator[list[T]]:
+    return (items[at : at + size] for at in range(0, len(items), size))
+
+
+def _ints(rows: Listed[tuple[int, ...]], width: int) -> Ints:
+    return np.array(rows, np.int32).reshape(-1, width)
