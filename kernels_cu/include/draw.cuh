@@ -1,11 +1,13 @@
-// What a draw is made of: exact weights, and noise that is a function of (seed, choice, position).
+// A draw from a row: exact weights, noise that is a function of (seed, choice, position), and the filters' kept head.
 //
 // A weight is an integer in units of 2^-44, 1.0 at most: the sum over 2^19 elements fits 64 bits, and is the same in
 // any order.  No fused or reordered operation but those written here, so every device computes the same bits.
 #pragma once
 
-#include "ptx.cuh"
+#include "select.cuh"
 
+constexpr int kMaxTop = 20;  // logprobs
+constexpr int kHead = 512;   // groups that make the list where no top_k bounds it
 constexpr int kWeightBits = 44;
 constexpr double kWeightUnit = 5.684341886080802e-14;  // 2^-44
 constexpr float kLog2E = 1.44269502f, kLog2ELow = 1.92596303e-8f;
@@ -58,4 +60,158 @@ DEVICE u64 noise(u64 seed, u32 choice, u32 position) {
     k1 += 0xbb67ae85u;
   }
   return static_cast<u64>(c0 >> 5) << 26 | c1 >> 6;
+}
+
+// ---- a slot ---------------------------------------------------------------------------------------------------
+
+// The sampling parameters of a slot, as the host packs them (kernels/sample.py).
+struct Record {
+  u64 seed;
+  double top_p;                            // 1: off
+  double penalty, inverse_penalty;         // 1: off
+  u64 min_weight;                          // ⌈min_p · 2^44⌉
+  float inverse_temperature, inverse_low;  // log2(e) / T as a sum of two; 0 and 0: argmax
+  i32 top_k;                               // 0: off; below V
+  u32 choice;
+  i32 num_logprobs;  // at most kMaxTop, and V
+  i32 num_bias;
+};
+static_assert(sizeof(Record) == 64, "kernels/sample.py packs this");
+
+DEVICE bool is_argmax(const Record& record) { return record.inverse_temperature == 0; }
+DEVICE bool adjusts(const Record& record) { return record.penalty != 1 || record.num_bias > 0; }
+
+// ---- a draw ---------------------------------------------------------------------------------------------------
+
+struct Masses {
+  u64 kept_by_top_k;
+  u64 kept_by_min_p;  // of that
+};
+
+DEVICE u64 weight_of_key(u32 key, const Source& source, const Record& record) {
+  return weight_of(score_of(key), source.largest, record.inverse_temperature, record.inverse_low);
+}
+
+struct Counts {  // elements for `descend`: every score once
+  Source source;
+  template <class Visit>
+  DEVICE void for_each(Visit visit) const {
+    for_each_word(source.words, source.vocab, [&](u32 bits, i32) { visit(key_of(bits), [] { return u64{1}; }); });
+  }
+};
+
+struct Weights {  // every score with its weight
+  Source source;
+  const Record& record;
+  template <class Visit>
+  DEVICE void for_each(Visit visit) const {
+    for_each_word(source.words, source.vocab, [&](u32 bits, i32) {
+      const u32 key = key_of(bits);
+      visit(key, [&] { return weight_of_key(key, source, record); });
+    });
+  }
+};
+
+struct IdsOfKey {  // the ids of one key, the lowest first: id = ~key >> 13
+  Source source;
+  u32 wanted;
+  template <class Visit>
+  DEVICE void for_each(Visit visit) const {
+    for_each_word(source.words, source.vocab, [&](u32 bits, i32 id) {
+      if (key_of(bits) == wanted) visit(~(static_cast<u32>(id) << 13), [] { return u64{1}; });
+    });
+  }
+};
+
+// By a pass over the row, after three more if there is a top_k.
+DEVICE Masses masses_of_row(const Source& source, const Record& record) {
+  Crossing last = {kNoKey, 0};
+  if (record.top_k) last = descend(Counts{source}, record.top_k - 1, 3);
+  u64 all = 0, likely = 0;
+  const auto add = [&](u64 weight, u64 times) {
+    all += times * weight;
+    if (weight >= record.min_weight) likely += times * weight;
+  };
+  for_each_word(source.words, source.vocab, [&](u32 bits, i32) {
+    const u32 key = key_of(bits);
+    if (key > last.key) add(weight_of_key(key, source, record), 1);
+  });
+  if (record.top_k && threadIdx.x == 0) add(weight_of_key(last.key, source, record), record.top_k - last.above);
+  all = block_sum(block.warp_sums, all);
+  return {all, block_sum(block.warp_sums, likely)};
+}
+
+// Of the first `count` entries of the list, whose running sums it leaves in block.running.
+DEVICE Masses masses_of_list(int count, const Source& source, const Record& record) {
+  const int first = kListPerThread * threadIdx.x;
+  u64 weights[kListPerThread], all = 0, likely = 0;
+#pragma unroll
+  for (int i = 0; i < kListPerThread; ++i) {
+    weights[i] = first + i < count ? weight_of_key(entry_key(block.list[first + i]), source, record) : 0;
+    all += weights[i];
+    if (weights[i] >= record.min_weight) likely += weights[i];
+  }
+  u64 through = block_sum_before(block.warp_sums, all);
+#pragma unroll
+  for (int i = 0; i < kListPerThread; ++i) block.running[first + i] = through += weights[i];
+  __syncthreads();
+  return {count > 0 ? block.running[count - 1] : 0, block_sum(block.warp_sums, likely)};
+}
+
+// Where a running sum of weights, in falling order, first exceeds a target: from the list as far as that goes.
+struct Order {
+  const Source& source;
+  const Record& record;
+  int listed;       // entries of the list with running sums
+  u64 listed_mass;  // their sum; 0 once a descent has taken their memory
+
+  // The running sum, that element's weight included.
+  DEVICE u64 mass_through(u64 target) {
+    if (target < listed_mass) return block.running[find_in_list(listed, target)];
+    const Crossing found = descend_weights(target);
+    const u64 weight = weight_of_key(found.key, source, record);
+    return found.above + ((target - found.above) / weight + 1) * weight;
+  }
+
+  DEVICE i32 id_at(u64 target) {
+    if (target < listed_mass) return entry_id(block.list[find_in_list(listed, target)]);
+    const Crossing found = descend_weights(target);
+    const u64 equals_before = (target - found.above) / weight_of_key(found.key, source, record);
+    return ~descend(IdsOfKey{source, found.key}, equals_before, 2).key >> 13;
+  }
+
+  DEVICE Crossing descend_weights(u64 target) {
+    listed_mass = 0;
+    return descend(Weights{source, record}, target, 3);
+  }
+};
+
+// How many groups to list: all that top_k needs, or the whole row, or what is likely to decide.
+DEVICE int head_rank(i32 top_k, i32 vocab) {
+  if (top_k > 0 && top_k <= kListCapacity) return top_k;
+  return vocab <= kListCapacity ? vocab : min(kHead, vocab / kGroup / 2);
+}
+
+// The mass that top_p keeps: what the likelier ones leave below its share, and the one that reaches it.
+DEVICE u64 kept_by_top_p(Order& order, double top_p, u64 mass) {
+  const double share = ceil(top_p * static_cast<double>(mass));
+  const u64 reached = share < static_cast<double>(mass) ? static_cast<u64>(share) : mass;
+  return order.mass_through(reached > 0 ? reached - 1 : 0);
+}
+
+// listed: entries of the sorted list, the head of the falling order; −1: none.
+DEVICE i32 draw(const Source& source, const Record& record, int listed, u32 position) {
+  const bool list_decides = record.top_k ? record.top_k <= listed : source.vocab == listed;
+  if (list_decides && record.top_k) listed = record.top_k;
+  const Masses of_row = list_decides ? Masses{0, 0} : masses_of_row(source, record);
+  const Masses of_list = masses_of_list(listed, source, record);
+  const Masses masses = list_decides ? of_list : of_row;
+
+  Order order = {source, record, listed, of_list.kept_by_top_k};
+  u64 kept = masses.kept_by_min_p;
+  if (record.top_p < 1) {
+    const u64 by_top_p = kept_by_top_p(order, record.top_p, masses.kept_by_top_k);
+    kept = by_top_p < kept ? by_top_p : kept;  // of two heads, the shorter
+  }
+  return order.id_at(scale_mass(noise(record.seed, record.choice, position), kept));
 }

@@ -20,6 +20,7 @@ typedef int i32;
 #else
 
 #define DEVICE __device__ __forceinline__
+#define DEVICE_CALL __device__ __noinline__  // large, and used from several places
 
 // Dynamic shared memory of the launch, 16-byte aligned, as bytes.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]

@@ -19,11 +19,11 @@ static_assert(kBins * 8 == kListCapacity * 8, "the histogram and the list's runn
 
 constexpr int kGroup = 32;  // elements under one maximum
 
-constexpr u32 kNoKey = 0;                 // below the key of every number, −inf's included
+constexpr u32 kNoKey = 0;  // below the key of every number, −inf's included
 constexpr u32 kKeyMinusInf = 0x007fffffu;
 constexpr u32 kKeyPlusInf = 0xff800000u;
 
-struct SelectShared {
+struct SelectMemory {
   union {
     struct {
       u32 low[kBins], high[kBins];  // histogram: 64-bit sums in halves, as shared memory adds 32 bits natively
@@ -36,6 +36,8 @@ struct SelectShared {
   u32 bin;
   i32 count;
 };
+
+__shared__ SelectMemory block;  // the block's working memory, of kernels that call any of these functions
 
 // ---- keys -----------------------------------------------------------------------------------------------------
 
@@ -78,30 +80,30 @@ DEVICE u64 warp_sum(u64 value) {
   return value;
 }
 
-// The sum, or the largest, of one value a thread, for every thread of the block.  shared: an entry a warp.
-DEVICE u64 block_sum(u64* shared, u64 value) {
+// The sum, or the largest, of one value a thread, for every thread of the block.  warps: shared memory, an entry each.
+DEVICE u64 block_sum(u64* warps, u64 value) {
   value = warp_sum(value);
   __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
   u64 sum = 0;
-  for (int warp = 0; warp < static_cast<int>(blockDim.x / 32); ++warp) sum += shared[warp];
+  for (int warp = 0; warp < static_cast<int>(blockDim.x / 32); ++warp) sum += warps[warp];
   return sum;
 }
 
-DEVICE u64 block_max(u64* shared, u64 value) {
+DEVICE u64 block_max(u64* warps, u64 value) {
   value = warp_max(value);
   __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
   u64 largest = 0;
   for (int warp = 0; warp < static_cast<int>(blockDim.x / 32); ++warp)
-    if (shared[warp] > largest) largest = shared[warp];
+    if (warps[warp] > largest) largest = warps[warp];
   return largest;
 }
 
 // The sum over all threads below this one.
-DEVICE u64 block_sum_before(u64* shared, u64 value) {
+DEVICE u64 block_sum_before(u64* warps, u64 value) {
   const int lane = threadIdx.x % 32, own_warp = threadIdx.x / 32;
   u64 through = value;
   for (int delta = 1; delta < 32; delta *= 2) {
@@ -109,10 +111,10 @@ DEVICE u64 block_sum_before(u64* shared, u64 value) {
     if (lane >= delta) through += other;
   }
   __syncthreads();
-  if (lane == 31) shared[own_warp] = through;
+  if (lane == 31) warps[own_warp] = through;
   __syncthreads();
   u64 before = through - value;
-  for (int warp = 0; warp < own_warp; ++warp) before += shared[warp];
+  for (int warp = 0; warp < own_warp; ++warp) before += warps[warp];
   return before;
 }
 
@@ -142,35 +144,33 @@ DEVICE void for_each_word(const uint4* words, int size, Visit visit) {
 
 // ---- descending -----------------------------------------------------------------------------------------------
 
-DEVICE void add_to_bin(SelectShared& shared, int bin, u64 value) {
+DEVICE void add_to_bin(int bin, u64 value) {
   const u32 low = static_cast<u32>(value);
-  const u32 before = static_cast<u32>(atomic_add(reinterpret_cast<i32*>(&shared.low[bin]), static_cast<i32>(low)));
+  const u32 before = static_cast<u32>(atomic_add(reinterpret_cast<i32*>(&block.low[bin]), static_cast<i32>(low)));
   const u32 up = static_cast<u32>(value >> 32) + (before + low < before);
-  if (up) atomic_add(reinterpret_cast<i32*>(&shared.high[bin]), static_cast<i32>(up));
+  if (up) atomic_add(reinterpret_cast<i32*>(&block.high[bin]), static_cast<i32>(up));
 }
 
-DEVICE u64 bin_sum(const SelectShared& shared, int bin) {
-  return static_cast<u64>(shared.high[bin]) << 32 | shared.low[bin];
-}
+DEVICE u64 bin_sum(int bin) { return static_cast<u64>(block.high[bin]) << 32 | block.low[bin]; }
 
-DEVICE void clear_bins(SelectShared& shared) {
+DEVICE void clear_bins() {
   __syncthreads();
-  for (int bin = threadIdx.x; bin < kBins; bin += kSelectThreads) shared.low[bin] = shared.high[bin] = 0;
+  for (int bin = threadIdx.x; bin < kBins; bin += kSelectThreads) block.low[bin] = block.high[bin] = 0;
   __syncthreads();
 }
 
 // Of the bins from the highest down: the first at which the sum, begun with `above`, exceeds `target`.  Leaves it in
-// shared.bin, and in shared.above the sum of everything before it.
-DEVICE void find_bin(SelectShared& shared, u64 above, u64 target) {
+// block.bin, and in block.above the sum of everything before it.
+DEVICE_CALL void find_bin(u64 above, u64 target) {
   const int top = kBins - 1 - kBinsPerThread * threadIdx.x;  // this thread's highest bin
   u64 sum = 0;
-  for (int i = 0; i < kBinsPerThread; ++i) sum += bin_sum(shared, top - i);
-  u64 before = above + block_sum_before(shared.warp_sums, sum);
+  for (int i = 0; i < kBinsPerThread; ++i) sum += bin_sum(top - i);
+  u64 before = above + block_sum_before(block.warp_sums, sum);
   for (int i = 0; i < kBinsPerThread; ++i) {
-    const u64 through = before + bin_sum(shared, top - i);
+    const u64 through = before + bin_sum(top - i);
     if (before <= target && target < through) {
-      shared.bin = top - i;
-      shared.above = before;
+      block.bin = top - i;
+      block.above = before;
     }
     before = through;
   }
@@ -187,43 +187,43 @@ struct Crossing {
 // elements: a functor whose for_each(visit) calls visit(key, value); the sum of all values must exceed target.
 // num_digits: 3 for the exact key, 2 for its upper 22 bits.
 template <class Elements>
-DEVICE Crossing descend(SelectShared& shared, const Elements& elements, u64 target, int num_digits) {
+DEVICE_CALL Crossing descend(const Elements& elements, u64 target, int num_digits) {
   Crossing found = {0, 0};
   int shift = 32;
   for (int digit = 0; digit < num_digits; ++digit) {
     const u32 decided = shift == 32 ? 0 : ~0u << shift;
     shift = max(shift - kDigitBits, 0);
-    clear_bins(shared);
+    clear_bins();
     elements.for_each([&](u32 key, auto value_of) {
       if ((key & decided) != found.key) return;
       const u64 value = value_of();
-      if (value) add_to_bin(shared, (key & ~decided) >> shift, value);
+      if (value) add_to_bin((key & ~decided) >> shift, value);
     });
     __syncthreads();
-    find_bin(shared, found.above, target);
-    found.key |= shared.bin << shift;
-    found.above = shared.above;
+    find_bin(found.above, target);
+    found.key |= block.bin << shift;
+    found.above = block.above;
   }
   return found;
 }
 
 // ---- a list ---------------------------------------------------------------------------------------------------
 
-// shared.list, `count` entries, in falling order; what is behind them becomes 0 as far as sorting needs it.
-DEVICE void sort_list(SelectShared& shared, int count) {
+// block.list, `count` entries, in falling order; what is behind them becomes 0 as far as sorting needs it.
+DEVICE_CALL void sort_list(int count) {
   int padded = 2;
   while (padded < count) padded *= 2;
-  for (int i = count + threadIdx.x; i < padded; i += kSelectThreads) shared.list[i] = 0;
+  for (int i = count + threadIdx.x; i < padded; i += kSelectThreads) block.list[i] = 0;
   __syncthreads();
   for (int size = 2; size <= padded; size *= 2)  // Batcher's bitonic network
     for (int stride = size / 2; stride > 0; stride /= 2) {
       for (int pair = threadIdx.x; pair < padded / 2; pair += kSelectThreads) {
         const int low = 2 * pair - (pair & (stride - 1));
-        const u64 a = shared.list[low], b = shared.list[low + stride];
+        const u64 a = block.list[low], b = block.list[low + stride];
         const bool falling = (low & size) == 0;
         if ((a < b) == falling) {
-          shared.list[low] = b;
-          shared.list[low + stride] = a;
+          block.list[low] = b;
+          block.list[low + stride] = a;
         }
       }
       __syncthreads();
@@ -231,12 +231,12 @@ DEVICE void sort_list(SelectShared& shared, int count) {
 }
 
 // Index of the first entry whose running sum exceeds target; the last of `count` does.
-DEVICE int find_in_list(SelectShared& shared, int count, u64 target) {
+DEVICE_CALL int find_in_list(int count, u64 target) {
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += kSelectThreads)
-    if (target < shared.running[i] && (i == 0 || shared.running[i - 1] <= target)) shared.bin = i;
+    if (target < block.running[i] && (i == 0 || block.running[i - 1] <= target)) block.bin = i;
   __syncthreads();
-  return shared.bin;
+  return block.bin;
 }
 
 // ---- the head of a row ---------------------------------------------------------------------------------------
@@ -259,45 +259,49 @@ struct Maxima {  // elements for `descend`
   }
 };
 
+// To block.list, by eight lanes: every element of a group that is at least `bound`.
+DEVICE void list_group(const Source& source, i32 group, u32 bound) {
+  const i32 id = group * kGroup + threadIdx.x % 8 * 4;
+  if (id >= source.vocab) return;
+  const uint4 bits = load_global(source.words + id / 4);
+  const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 key = key_of(words[i]);
+    if (key < bound || id + i >= source.vocab) continue;
+    const int place = atomic_add(&block.count, 1);
+    if (place < kListCapacity) block.list[place] = entry_of(key, id + i);
+  }
+}
+
 // All elements of the groups whose largest is at least that of the rank-th group: at least `rank` elements, and every
-// one as large as the smallest of them.  Leaves them sorted in shared.list.  Their number, or −1 if there is no room.
-DEVICE int list_head(SelectShared& shared, const Source& source, int rank) {
+// one as large as the smallest of them.  Leaves them sorted in block.list.  Their number, or −1 if there is no room.
+DEVICE_CALL int list_head(const Source& source, int rank) {
   const bool bounded = rank < (source.vocab + kGroup - 1) / kGroup;
-  const u32 bound = bounded ? descend(shared, Maxima{source.maxima, source.num_groups}, rank - 1, 2).key : 1;
+  const u32 bound = bounded ? descend(Maxima{source.maxima, source.num_groups}, rank - 1, 2).key : kNoKey + 1;
   __syncthreads();
-  if (threadIdx.x == 0) shared.count = 0;
+  if (threadIdx.x == 0) block.count = 0;
   __syncthreads();
   const int lane = threadIdx.x % 32;
   const u32* maxima = reinterpret_cast<const u32*>(source.maxima);
   for (int first = threadIdx.x - lane; first < source.num_groups; first += kSelectThreads) {
     u32 chosen = ballot(maxima[first + lane] >= bound);
-    while (chosen) {  // four groups at a time, eight lanes each
+    while (chosen) {  // four groups at a time
       u32 mine = chosen;
       for (int i = 0; i < lane / 8; ++i) mine &= mine - 1;
+      if (mine) list_group(source, first + __ffs(mine) - 1, bound);
       for (int i = 0; i < 4; ++i) chosen &= chosen - 1;
-      if (!mine) continue;
-      const i32 id = (first + __ffs(mine) - 1) * kGroup + lane % 8 * 4;
-      if (id >= source.vocab) continue;
-      const uint4 bits = load_global(source.words + id / 4);
-      const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const u32 key = key_of(words[i]);
-        if (key < bound || id + i >= source.vocab) continue;
-        const int place = atomic_add(&shared.count, 1);
-        if (place < kListCapacity) shared.list[place] = entry_of(key, id + i);
-      }
     }
   }
   __syncthreads();
-  const int count = shared.count;
+  const int count = block.count;
   if (count > kListCapacity) return -1;
-  sort_list(shared, count);
+  sort_list(count);
   return count;
 }
 
 // The same for any number of equals: the largest `count`, one after the other.
-DEVICE void list_largest(SelectShared& shared, const Source& source, int count) {
+DEVICE_CALL void list_largest(const Source& source, int count) {
   u64 previous = ~u64{0};
   for (int i = 0; i < count; ++i) {
     u64 largest = 0;
@@ -305,8 +309,8 @@ DEVICE void list_largest(SelectShared& shared, const Source& source, int count) 
       const u64 entry = entry_of(key_of(bits), id);
       if (entry < previous && entry > largest) largest = entry;
     });
-    previous = block_max(shared.warp_sums, largest);
-    if (threadIdx.x == 0) shared.list[i] = previous;
+    previous = block_max(block.warp_sums, largest);
+    if (threadIdx.x == 0) block.list[i] = previous;
   }
   __syncthreads();
 }

@@ -17,6 +17,7 @@
 #define __align__(n) alignas(n)
 #define __shared__ static __attribute__((section("tl_shared")))  // not inside templates: use DYNAMIC_SHARED there
 #define DEVICE inline
+#define DEVICE_CALL inline
 #define DYNAMIC_SHARED(name) unsigned char* const name = emulator::shared_memory
 
 #define threadIdx (emulator::current->index)

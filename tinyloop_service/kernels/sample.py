@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels.device import Array, Device
-from tinyloop_service.kernels.match import match
+from tinyloop_service.kernels.match import match, require
 from tinyloop_service.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Sampling, TokenIds
 
 MAX_ROWS = 64
@@ -27,6 +27,7 @@ _RECORD = np.dtype(  # sample.cu: struct Record
         ("seed", "<u8"),
         ("top_p", "<f8"),
         ("penalty", "<f8"),
+        ("inverse_penalty", "<f8"),
         ("min_weight", "<u8"),
         ("inverse_temperature", "<f4"),
         ("inverse_low", "<f4"),
@@ -46,8 +47,8 @@ class SamplerTables:
     """
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int, max_rows: int = MAX_ROWS) -> None:
-        if vocab_size >= _MAX_VOCAB:
-            raise ValueError(f"sample: the vocabulary has {vocab_size} tokens, expected fewer than {_MAX_VOCAB}")
+        fits = vocab_size < _MAX_VOCAB
+        require("sample", fits, f"the vocabulary has {vocab_size} tokens, expected fewer than {_MAX_VOCAB}")
         self.device = device
         self.num_slots, self.vocab_size, self.max_rows = num_slots, vocab_size, max_rows
         self.num_chunks = -(-vocab_size // _CHUNK)
@@ -84,12 +85,10 @@ class SamplerTables:
         prompt: every token of the sequence so far, its prefix's included; read only if a penalty asks for it.  Tokens
         that `sample` draws are seen by themselves.
         """
-        if not 0 <= slot < self.num_slots:
-            raise ValueError(f"sample: slot is {slot}, expected 0 to {self.num_slots - 1}")
-        if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
-            raise ValueError(f"sample: {len(sampling.logit_bias)} biases, expected at most {MAX_LOGIT_BIAS}")
-        self._records[slot] = _record(sampling, self.vocab_size)
         count = len(sampling.logit_bias)
+        require("sample", 0 <= slot < self.num_slots, f"slot is {slot}, expected 0 to {self.num_slots - 1}")
+        require("sample", count <= MAX_LOGIT_BIAS, f"{count} biases, expected at most {MAX_LOGIT_BIAS}")
+        self._records[slot] = _record(sampling, self.vocab_size)
         if count:
             ids, values = zip(*sampling.logit_bias, strict=True)
             self._host["bias_ids"][slot, :count] = ids
@@ -164,10 +163,9 @@ def sample(
         out_top=(out_top, "int32", f"T, R, {MAX_LOGPROBS}"),
     )
     rows = sizes["R"]
-    if rows > tables.max_rows or sizes["S"] != tables.num_slots:
-        raise ValueError(
-            f"sample: {rows} rows of {sizes['S']} slots, expected at most {tables.max_rows} of {tables.num_slots}"
-        )
+    fits = rows <= tables.max_rows and sizes["S"] == tables.num_slots
+    expected = f"at most {tables.max_rows} of {tables.num_slots}"
+    require("sample", fits, f"{rows} rows of {sizes['S']} slots, expected {expected}")
     records, bias_ids, bias_values, seen = tables.tables()
     scores, best, maxima, mass = tables.scratch()
     vocab, chunks = np.int32(tables.vocab_size), np.int32(tables.num_chunks)
@@ -201,6 +199,7 @@ def _record(sampling: Sampling, vocab_size: int) -> tuple[int | float, ...]:
         sampling.seed,
         sampling.top_p,
         sampling.repetition_penalty,
+        1 / sampling.repetition_penalty,
         math.ceil(sampling.min_p * 2**_WEIGHT_BITS),
         high,
         scale - high,
