@@ -68,7 +68,10 @@ def make_engine(kind: Kind, weights: ModelWeights, *, kv_memory: int = 256 << 20
         return CpuEngine(weights, kv_memory=kv_memory, threads=2, debug=True)
     from tinyloop_service.engine.cuda import CudaEngine
 
-    return CudaEngine(weights, device=_device(kind, weights.spec), kv_memory=kv_memory, debug=True)
+    device = _device(kind, weights.spec)
+    if kind == "emulated":  # few kernels, for each is compiled
+        return CudaEngine(weights, device=device, kv_memory=kv_memory, debug=True, row_counts=(1, 8, 16), max_chunk=256)
+    return CudaEngine(weights, device=device, kv_memory=kv_memory, debug=True)
 
 
 def _device(kind: Kind, spec: ModelSpec) -> Any:
