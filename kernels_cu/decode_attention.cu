@@ -15,7 +15,8 @@
 //   partial_ml   fp32   [R][H][max_blocks][2]     scratch
 //   counters     int32  [R][G]                    zero before and after
 //   a            fp16   [R][H·D]                  rows without a split are not written
-//   layer, H, G, max_layers, max_blocks, R; scale = log2(e)/√D.   R ≤ 64; D is 64 or 128; H/G ≤ 16; 16-byte alignment.
+//   table_offset = layer·max_blocks, table_stride = max_layers·max_blocks; scale = log2(e)/√D
+//   R ≤ 64; D is 64 or 128; H/G ≤ 16; 16-byte alignment.
 //
 // A *split* is one page.  Each is attended as if it stood alone and leaves, per row and head, unnormalised
 // o = Σ w·V, l = Σ w and its largest exponent m; the splits of a row are then merged in ascending order.  Hence a row's
@@ -58,6 +59,12 @@ struct Batch {
   int position[kMaxRows], window[kMaxRows], splits[kMaxRows];
 };
 
+// Where the block is in the list of items.  In shared memory, as few registers are left beside a page.
+struct Progress {
+  int4 item;
+  int index, num_items;
+};
+
 struct Unit {
   int block, first_entry, num_entries;
   const u16 *keys, *values;  // of this head in the page: [64][D], [D][64]
@@ -81,16 +88,23 @@ struct Query {
   bool exists;
 };
 
-// How a tile's warps tell each other their weights.
+// What a tile's warps tell each other.  An a operand is a piece of each lane.
 struct Exchange {
-  uint4 weights[kSteps][32];     // of step s: the a operand of lane i
-  float2 top_sum[kSteps][16];  // of step s and row: the largest exponent, the sum of weights relative to it
+  uint4 queries[2 * kDimPieces][32];  // a operands of the scores
+  uint4 weights[kSteps][32];          // a operands of the mix
+  float2 top_sum[kSteps][16];         // of step s and row: the largest exponent, the sum of weights relative to it
+};
+
+// Of a tile's queries, what a lane brings to the exchange: a piece of rows g and g + 8.
+struct QueryPieces {
+  uint4 low, high;
 };
 
 // The rows that a unit completes.
 struct Completed {
   int count;
   int rows[kMaxRows];
+  SplitFactors factors[kWarps];  // scratch of their merge
 };
 
 DEVICE void read_batch(Batch& batch, const i32* position, const i32* window, const i32* row_items, int num_rows) {
@@ -102,9 +116,14 @@ DEVICE void read_batch(Batch& batch, const i32* position, const i32* window, con
   }
 }
 
-DEVICE Unit read_unit(int4 item, const i32* layer_tables, const u16* pool, int slot_stride, const Shape& shape) {
+DEVICE void advance(Progress& progress, const int4* items) {
+  progress.index += gridDim.y;
+  if (progress.index < progress.num_items) progress.item = items[progress.index];
+}
+
+DEVICE Unit read_unit(int4 item, const i32* tables, const u16* pool, int table_stride, const Shape& shape) {
   const int kv_head = blockIdx.x;
-  const int page = layer_tables[item.x * slot_stride + item.y];
+  const int page = tables[item.x * table_stride + item.y];
   return {item.y, item.z, item.w, page_keys(pool, page, kv_head, shape.num_kv_heads),
           page_values(pool, page, kv_head, shape.num_kv_heads)};
 }
@@ -159,27 +178,42 @@ DEVICE Query query_of(int tile, int i, const Unit& unit, const uint2* entries) {
   return {static_cast<int>(entry.x), head, static_cast<int>(entry.y), i < kTileQueries && e < unit.num_entries};
 }
 
-// Scores of the tile against the warp's 16 tokens.
-DEVICE void score(float (&scores)[2][4], const u16* low_query, const u16* high_query, const PagePieces& page) {
-  const int t = threadIdx.x % 4;
-  uint4 low[kDimPieces], high[kDimPieces];
-#pragma unroll
-  for (int j = 0; j < kDimPieces; ++j) {
-    low[j] = load_piece(low_query + 32 * j + 8 * t);
-    high[j] = load_piece(high_query + 32 * j + 8 * t);
+// Warp j asks for pieces 4·j .. 4·j + 3 of each row.
+DEVICE QueryPieces load_queries(const u16* q, int tile, const Unit& unit, const uint2* entries, const Shape& shape) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  QueryPieces pieces = {};
+  if (warp < kDimPieces) {
+    const Query low = query_of(tile, g, unit, entries), high = query_of(tile, g + 8, unit, entries);
+    const u16* lane_q = q + 32 * warp + 8 * t;
+    pieces.low = load_piece(lane_q + (low.row * shape.num_heads + low.head) * kHeadDim);
+    pieces.high = load_piece(lane_q + (high.row * shape.num_heads + high.head) * kHeadDim);
   }
+  return pieces;
+}
+
+DEVICE void publish_queries(Exchange& exchange, const QueryPieces& pieces) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint4 &low = pieces.low, &high = pieces.high;
+  if (warp < kDimPieces) {
+    exchange.queries[2 * warp][lane] = make_uint4(low.x, high.x, low.y, high.y);
+    exchange.queries[2 * warp + 1][lane] = make_uint4(low.z, high.z, low.w, high.w);
+  }
+}
+
+// Scores of the tile against the warp's 16 tokens.
+DEVICE void score(float (&scores)[2][4], const Exchange& exchange, const PagePieces& page) {
 #pragma unroll
   for (int u = 0; u < 2; ++u)
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[u][i] = 0.0f;
 #pragma unroll
-  for (int j = 0; j < kDimPieces; ++j) {
+  for (int s = 0; s < 2 * kDimPieces; ++s) {
+    const uint4 a = exchange.queries[s][threadIdx.x % 32];
 #pragma unroll
-    for (int u = 0; u < 2; ++u)
-      mma_m16n8k16(scores[u], {low[j].x, high[j].x, low[j].y, high[j].y}, page.keys[u][j].x, page.keys[u][j].y);
-#pragma unroll
-    for (int u = 0; u < 2; ++u)
-      mma_m16n8k16(scores[u], {low[j].z, high[j].z, low[j].w, high[j].w}, page.keys[u][j].z, page.keys[u][j].w);
+    for (int u = 0; u < 2; ++u) {
+      const uint4 piece = page.keys[u][s / 2];
+      mma_m16n8k16(scores[u], {a.x, a.y, a.z, a.w}, s % 2 ? piece.z : piece.x, s % 2 ? piece.w : piece.y);
+    }
   }
 }
 
@@ -208,20 +242,18 @@ DEVICE float2 weigh_row(float (&scores)[2][4], int half, Sight sight, float scal
   return make_float2(top, row_sum(sum));
 }
 
-// The warp's share of a tile: weights of its 16 tokens, for all warps.
-DEVICE void publish_weights(Exchange& exchange, const u16* q, int tile, const Unit& unit, const uint2* entries,
-                            const Batch& batch, const PagePieces& page, const Shape& shape, float scale) {
+// The warp's share of a tile: weights of its 16 tokens.
+DEVICE void publish_weights(Exchange& exchange, int tile, const Unit& unit, const uint2* entries, const Batch& batch,
+                            const PagePieces& page, float scale) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const u16* rows[2];
   Sight sights[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Query query = query_of(tile, g + 8 * half, unit, entries);
-    rows[half] = q + (query.row * shape.num_heads + query.head) * kHeadDim;
-    sights[half] = sight_of(batch.position[query.row], batch.window[query.row], unit.block);
+    const int row = query_of(tile, g + 8 * half, unit, entries).row;
+    sights[half] = sight_of(batch.position[row], batch.window[row], unit.block);
   }
   float scores[2][4];
-  score(scores, rows[0], rows[1], page);
+  score(scores, exchange, page);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float2 top_sum = weigh_row(scores, half, sights[half], scale);
@@ -277,28 +309,28 @@ DEVICE void store_partials(float* partial_o, float2* partial_ml, int tile, const
                            const Exchange& exchange, const PagePieces& page, const Shape& shape) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float factor[2][kSteps], o[kDimTiles][4];
-  float2 top_sum[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) top_sum[half] = combine_steps(factor[half], exchange, g + 8 * half);
-  mix(o, factor, exchange, page);
+  int splits[2];  // −1: not stored
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const Query query = query_of(tile, g + 8 * half, unit, entries);
-    if (!query.exists) continue;
-    const int split = first_split(query.row, query.head, shape) + query.ordinal;
-    float* dims = partial_o + static_cast<u64>(split) * kHeadDim + warp * kWarpDims + 2 * t;
+    splits[half] = query.exists ? first_split(query.row, query.head, shape) + query.ordinal : -1;
+    const float2 top_sum = combine_steps(factor[half], exchange, g + 8 * half);
+    if (query.exists && warp == 0 && t == 0) partial_ml[splits[half]] = top_sum;
+  }
+  mix(o, factor, exchange, page);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (splits[half] < 0) continue;
+    float* dims = partial_o + static_cast<u64>(splits[half]) * kHeadDim + warp * kWarpDims + 2 * t;
 #pragma unroll
     for (int n = 0; n < kDimTiles; ++n)
       *reinterpret_cast<float2*>(dims + 8 * n) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
-    if (warp == 0 && t == 0) partial_ml[split] = top_sum[half];
   }
 }
 
-// Counts the unit for each of its rows, once all of its partials are stored.
+// Counts the unit for each of its rows.
 DEVICE void arrive(Completed& completed, const Unit& unit, const uint2* entries, const Batch& batch, i32* counters,
                    const Shape& shape) {
-  if (threadIdx.x == 0) completed.count = 0;
-  __syncthreads();
   if (threadIdx.x < unit.num_entries) {
     const int row = entries[unit.first_entry + threadIdx.x].x;
     i32* counter = counters + row * shape.num_kv_heads + blockIdx.x;
@@ -307,11 +339,10 @@ DEVICE void arrive(Completed& completed, const Unit& unit, const uint2* entries,
       completed.rows[atomic_add(&completed.count, 1)] = row;
     }
   }
-  __syncthreads();
 }
 
-DEVICE void merge_completed(u16* a, const float* partial_o, const float2* partial_ml, const Completed& completed,
-                            int kv_head, const Batch& batch, const Shape& shape) {
+DEVICE void merge_completed(u16* a, const float* partial_o, const float2* partial_ml, Completed& completed, int kv_head,
+                            const Batch& batch, const Shape& shape) {
   constexpr int kParts = kHeadDim / kMergeDims;
   const int num_tasks = completed.count * kQueriesPerKv * kParts;
 #pragma unroll 1
@@ -320,29 +351,28 @@ DEVICE void merge_completed(u16* a, const float* partial_o, const float2* partia
     const int head = kv_head * kQueriesPerKv + task / kParts % kQueriesPerKv;
     const int split = first_split(row, head, shape);
     merge_splits(a + (row * shape.num_heads + head) * kHeadDim, partial_o + static_cast<u64>(split) * kHeadDim,
-                 partial_ml + split, task % kParts * kMergeDims, batch.splits[row]);
+                 partial_ml + split, completed.factors[threadIdx.x / 32], task % kParts * kMergeDims, batch.splits[row]);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     decode_attention(const u16* q, const u16* pool, const i32* tables, const int4* items, const i32* num_items,
                      const uint2* entries, const i32* row_items, const i32* position, const i32* window,
-                     float* partial_o, float2* partial_ml, i32* counters, u16* a, i32 layer, i32 num_rows,
-                     i32 num_heads, i32 num_kv_heads, i32 max_layers, i32 max_blocks, float scale) {
+                     float* partial_o, float2* partial_ml, i32* counters, u16* a, i32 table_offset, i32 table_stride,
+                     i32 num_rows, i32 num_heads, i32 num_kv_heads, i32 max_blocks, float scale) {
   __shared__ Batch batch;
-  __shared__ Exchange exchanges[2];  // of tiles in turn, so that one barrier a tile is enough
+  __shared__ Exchange exchange;
   __shared__ Completed completed;
+  __shared__ Progress progress;
   const Shape shape = {num_heads, num_kv_heads, max_blocks};
-  int4 item = items[blockIdx.y];  // may be none; asked for together with their number
-  const int end = num_items[0];
+  if (threadIdx.x == 0) progress = {items[blockIdx.y], static_cast<int>(blockIdx.y), num_items[0]};
   read_batch(batch, position, window, row_items, num_rows);
   __syncthreads();
 
-  for (int n = blockIdx.y; n < end; n += gridDim.y) {
-    const Unit unit = read_unit(item, tables + layer * max_blocks, pool, max_layers * max_blocks, shape);
-    if (n + gridDim.y < end) item = items[n + gridDim.y];
+  while (progress.index < progress.num_items) {
+    const Unit unit = read_unit(progress.item, tables + table_offset, pool, table_stride, shape);
     const UnitSight sight = sight_of_unit(unit, entries, batch);
-    const bool is_first = n == static_cast<int>(blockIdx.y);
+    const bool is_first = progress.index == static_cast<int>(blockIdx.y);
     if (is_first && !sight.settled) {
       prefetch_page(unit, sight.any);
       dependency_wait();
@@ -353,14 +383,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       dependency_wait();
       dependency_launch();
     }
+    QueryPieces queries = load_queries(q, 0, unit, entries, shape);
     for (int tile = 0; tile * kTileEntries < unit.num_entries; ++tile) {
-      Exchange& exchange = exchanges[tile % 2];
-      publish_weights(exchange, q, tile, unit, entries, batch, page, shape, scale);
+      publish_queries(exchange, queries);
+      __syncthreads();
+      queries = load_queries(q, tile + 1, unit, entries, shape);
+      publish_weights(exchange, tile, unit, entries, batch, page, scale);
       __syncthreads();
       store_partials(partial_o, partial_ml, tile, unit, entries, exchange, page, shape);
     }
+    if (threadIdx.x == 0) completed.count = 0;
+    __syncthreads();
+    if (threadIdx.x == kThreads - 1) advance(progress, items);
     arrive(completed, unit, entries, batch, counters, shape);
+    __syncthreads();
     merge_completed(a, partial_o, partial_ml, completed, blockIdx.x, batch, shape);
   }
-  if (static_cast<int>(blockIdx.y) >= end) dependency_wait();  // a kernel ends after the one before it
+  dependency_wait();  // also where there was nothing to do: a kernel ends after the one before it
 }

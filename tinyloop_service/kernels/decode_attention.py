@@ -76,7 +76,7 @@ def decode_attention(
         counters=(counters, "int32", "R, G"),
         a=(a, "float16", "R, H*D"),
     )
-    rows, heads, head_dim = sizes["R"], sizes["H"], sizes["D"]
+    rows, heads, head_dim, blocks = (sizes[name] for name in "RHDB")
     check_heads("decode_attention", sizes, layer)
     require("decode_attention", rows <= MOST_ROWS, f"{rows} rows, at most {MOST_ROWS} are possible")
     kernel = device.kernel(
@@ -85,7 +85,7 @@ def decode_attention(
     strides = min(sizes["I"], max(1, _BLOCKS_PER_SM * device.num_sms // num_kv_heads))
     arguments: tuple[Argument, ...] = (
         *(q, pool, tables, items, num_items, entries, row_items, position, window, partial_o, partial_ml, counters, a),
-        *map(np.int32, (layer, rows, heads, num_kv_heads, sizes["L"], sizes["B"])),
+        *map(np.int32, (layer * blocks, sizes["L"] * blocks, rows, heads, num_kv_heads, blocks)),
         softmax_scale(head_dim),
     )
     device.launch(kernel, (num_kv_heads, strides, 1), _THREADS, arguments, dependent=dependent)
