@@ -52,5 +52,5 @@ def test_misaligned_loads_are_errors() -> None:
 
 def test_an_unknown_kernel_is_named() -> None:
     library = builder.load(builder.build(Path(__file__).with_name("mistakes.cu")))
-    with pytest.raises(builder.EmulationError, match="no .*void absent"):
+    with pytest.raises(builder.EmulationError, match=r"no .*void absent"):
         builder.function(library, "absent")

@@ -1,0 +1,146 @@
+"""Compiles kernels_cu/*.cu: NVRTC makes a cubin for one architecture, and a directory keeps it.
+
+In: the stem of a source, its -D defines, an architecture such as "sm_90".  Out: the path of a cubin.  Needs no GPU and
+no driver, only the NVRTC library.  A cubin's name holds a digest of all that goes in (the source, the headers, the
+options), so a changed header is another cubin; the directory's name holds NVRTC's version.  `precompiled` is a
+directory of such cubins to look in first.  Refuses to load or launch anything.
+
+    <cache>/nvrtc-13.0/linear-sm_90a-3f2a….cubin
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tinyloop_service.errors import EngineFault
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# In a wheel the sources lie inside the package, in a checkout beside it.
+KERNELS = next(p for p in (PACKAGE / "kernels_cu", PACKAGE.parent / "kernels_cu") if p.is_dir())
+OPTIONS = (
+    "--std=c++20",
+    "--fmad=false",  # a·b + c is fused only where a kernel says so: bits do not depend on the variant compiled
+    "--generate-line-info",  # for profilers and sanitizers; the code stays the same
+)
+OWN_FEATURES = {"sm_90": "sm_90a"}  # architectures whose own instructions kernels may use
+
+
+class KernelBuildError(EngineFault):
+    """A kernel did not compile, or there is no compiler.  The message holds the compiler's log."""
+
+
+def default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tinyloop" / "kernels"
+
+
+class KernelBuilder:
+    """Cubins for one architecture.  Threads may share it."""
+
+    def __init__(
+        self, arch: str, *, sources: Path = KERNELS, cache: Path | None = None, precompiled: Path | None = None
+    ) -> None:
+        self._arch = OWN_FEATURES.get(arch, arch)
+        self._sources = sources
+        self._cache = cache or default_cache()
+        self._precompiled = precompiled
+
+    def cubin(self, stem: str, defines: Mapping[str, int]) -> Path:
+        """The compiled form of sources/<stem>.cu, from one of the directories or made now."""
+        name = self._name(stem, defines)
+        if self._precompiled is not None and (self._precompiled / name).is_file():
+            return self._precompiled / name
+        directory = self._cache / f"nvrtc-{'.'.join(map(str, _nvrtc_version()))}"
+        if not (directory / name).is_file():
+            _write(directory / name, self.compile(stem, defines))
+        return directory / name
+
+    def compile(self, stem: str, defines: Mapping[str, int]) -> bytes:
+        """The cubin itself, made now."""
+        source = (self._sources / f"{stem}.cu").read_bytes()
+        return compile_cubin(source, f"{stem}.cu", [f"--gpu-architecture={self._arch}", *_options(defines)])
+
+    def _name(self, stem: str, defines: Mapping[str, int]) -> str:
+        digest = hashlib.sha256("\0".join(_defines(defines) + list(OPTIONS)).encode())
+        digest.update((self._sources / f"{stem}.cu").read_bytes())
+        digest.update(_headers_digest())
+        return f"{stem}-{self._arch}-{digest.hexdigest()[:20]}.cubin"
+
+
+def compile_cubin(source: bytes, name: str, options: list[str]) -> bytes:
+    """NVRTC on one source.  Warnings are dropped, errors raised with their log."""
+    nvrtc = _nvrtc()
+    program = _checked(nvrtc.nvrtcCreateProgram(source, name.encode(), 0, [], []))
+    try:
+        encoded = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        if status:
+            log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise KernelBuildError(
+                f"{name} does not compile with {' '.join(options)}:\n{log.rstrip(bytes(1)).decode()}"
+            )
+        cubin = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        nvrtc.nvrtcGetCUBIN(program, cubin)
+        return bytes(cubin)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _options(defines: Mapping[str, int]) -> list[str]:
+    return [*OPTIONS, f"--include-path={KERNELS / 'include'}", *_defines(defines)]
+
+
+def _defines(defines: Mapping[str, int]) -> list[str]:
+    return [f"-D{name}={value}" for name, value in sorted(defines.items())]
+
+
+@functools.cache
+def _headers_digest() -> bytes:
+    digest = hashlib.sha256()
+    for path in sorted((KERNELS / "include").glob("*.cuh")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.digest()
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    """Whole or not at all: servers that start together may write the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(cubin)
+    Path(unfinished).replace(path)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except Exception as error:  # a missing package or library; each version raises its own class
+        raise KernelBuildError(
+            f"kernels cannot be compiled, NVRTC is not there ({type(error).__name__}): "
+            "pip install 'tinyloop-service[cuda13]' or 'tinyloop-service[cuda12]'"
+        ) from error
+    return nvrtc
+
+
+@functools.cache
+def _nvrtc_version() -> tuple[int, int]:
+    status, major, minor = _nvrtc().nvrtcVersion()
+    _checked((status,))
+    return major, minor
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    status, *values = answer
+    if status:
+        raise KernelBuildError(f"NVRTC answered {status.name}")
+    return values[0] if values else None

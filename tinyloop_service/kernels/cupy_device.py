@@ -1,0 +1,238 @@
+"""The device seam on a GPU: CuPy's memory, streams and graphs, our own launches, cuBLAS.
+
+Importing this file needs CuPy and cuda-bindings; `availability.open_cupy_device` says in one sentence what is missing.
+Kernels are compiled in threads as soon as they are asked for, and loaded when first launched or prepared.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import DTypeLike
+
+from tinyloop_service.kernels.build import KERNELS, KernelBuilder
+from tinyloop_service.kernels.cublas import WORKSPACE_BYTES, CuBlas
+from tinyloop_service.kernels.cuda_errors import cuda_errors
+from tinyloop_service.kernels.device import Argument, Host, Shape, check_copy, check_gemm
+from tinyloop_service.kernels.launching import CupyKernel, Launcher
+
+
+class CupyDevice:
+    """One GPU through CuPy, on a stream of its own.  See `Device`."""
+
+    def __init__(
+        self, ordinal: int = 0, *, sources: Path = KERNELS, cache: Path | None = None, precompiled: Path | None = None
+    ) -> None:
+        runtime = cupy.cuda.runtime
+        properties = runtime.getDeviceProperties(ordinal)
+        self.name: str = properties["name"].decode()
+        self.arch = f"sm_{properties['major']}{properties['minor']}"
+        self.num_sms = int(properties["multiProcessorCount"])
+        self.max_shared_bytes: int = runtime.deviceGetAttribute(
+            runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal
+        )
+        self._ordinal = ordinal
+        self._thread = 0  # the one whose current context is ours
+        self._bind()
+        with cuda_errors("opening the CUDA device"):
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._workspace = self.empty(WORKSPACE_BYTES, np.uint8)
+        self._launcher = Launcher(self._stream.ptr)
+        self._blas = CuBlas(self._stream.ptr, self._workspace.data.ptr)
+        self._builder = KernelBuilder(self.arch, sources=sources, cache=cache, precompiled=precompiled)
+        self._compilers = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile")
+        self._cubins: dict[tuple[Any, ...], Future[Path]] = {}
+        self._kernels: dict[tuple[Any, ...], CupyKernel] = {}
+        self._wanted: set[CupyKernel] | None = None  # while preparing: what would have been launched
+        self._can_depend = int(self.arch.removeprefix("sm_")) >= 90
+
+    # ---- memory
+
+    def empty(self, shape: Shape, dtype: DTypeLike) -> Any:
+        self._bind()
+        with cuda_errors(f"allocating {shape} {np.dtype(dtype)}"), self._stream:
+            return cupy.empty(shape, dtype)
+
+    def zeros(self, shape: Shape, dtype: DTypeLike) -> Any:
+        array = self.empty(shape, dtype)
+        if array.nbytes:
+            with cuda_errors("filling with zeros"):
+                array.data.memset_async(0, array.nbytes, self._stream)
+        return array
+
+    def upload(self, host: Host) -> Any:
+        array = self.empty(host.shape, host.dtype)
+        with cuda_errors("upload"):
+            array.set(np.ascontiguousarray(host), stream=self._stream)
+            self._stream.synchronize()
+        return array
+
+    def download(self, array: Any) -> Host:
+        host = np.empty(array.shape, array.dtype)
+        check_copy(host, array)
+        self._bind()
+        with cuda_errors("download"):
+            array.get(stream=self._stream, out=host)
+            self._stream.synchronize()
+        return host
+
+    def pinned(self, shape: Shape, dtype: DTypeLike) -> Host:
+        self._bind()
+        size, kind = int(np.prod(shape)), np.dtype(dtype)
+        with cuda_errors("allocating page-locked memory"):
+            memory = cupy.cuda.alloc_pinned_memory(max(1, size * kind.itemsize))
+        return np.frombuffer(memory, kind, size).reshape(shape)
+
+    def copy_in(self, target: Any, host: Host) -> None:
+        self._copy(target, host, target.data.ptr, host.ctypes.data, cupy.cuda.runtime.memcpyHostToDevice)
+
+    def copy_out(self, host: Host, source: Any) -> None:
+        self._copy(host, source, host.ctypes.data, source.data.ptr, cupy.cuda.runtime.memcpyDeviceToHost)
+
+    def _copy(self, target: Any, source: Any, to: int, from_: int, kind: int) -> None:
+        check_copy(target, source)
+        if self._wanted is None and target.nbytes:
+            self._bind()
+            with cuda_errors("copy"):
+                cupy.cuda.runtime.memcpyAsync(to, from_, target.nbytes, kind, self._stream.ptr)
+
+    def memory(self) -> tuple[int, int]:
+        self._bind()
+        with cuda_errors("asking for free memory"):
+            free, total = cupy.cuda.runtime.memGetInfo()
+        return free, total
+
+    # ---- kernels
+
+    def kernel(self, stem: str, name: str, /, **defines: int) -> CupyKernel:
+        module = (stem, *sorted(defines.items()))
+        key = (name, module)
+        if key not in self._kernels:
+            if module not in self._cubins:
+                self._cubins[module] = self._compilers.submit(self._builder.cubin, stem, defines)
+            self._kernels[key] = CupyKernel(name, self._cubins[module])
+        return self._kernels[key]
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        block: int,
+        args: Sequence[Argument],
+        *,
+        shared_bytes: int = 0,
+        dependent: bool = False,
+    ) -> None:
+        if self._wanted is not None:
+            self._wanted.add(kernel)
+        elif 0 not in grid:
+            self._bind()
+            self._launcher.launch(kernel, grid, block, args, shared_bytes, dependent and self._can_depend)
+
+    def gemm(self, x: Any, weight: Any, out: Any, *, accumulate: bool = False) -> None:
+        check_gemm(x, weight, out)
+        if self._wanted is None and 0 not in x.shape and 0 not in out.shape:
+            self._bind()
+            self._blas.gemm(
+                *(x.data.ptr, weight.data.ptr, out.data.ptr),
+                tokens=x.shape[0],
+                outputs=weight.shape[0],
+                inputs=x.shape[1],
+                x_stride=x.strides[0] // 2,
+                weight_stride=weight.strides[0] // 2,
+                out_stride=out.strides[0] // out.itemsize,
+                out_is_fp16=out.dtype == np.float16,
+                accumulate=accumulate,
+            )
+
+    def prepare(self, work: Callable[[], None], progress: Callable[[int, int], None] | None = None) -> None:
+        self._bind()
+        self._wanted = set()
+        try:
+            work()
+            wanted = list(self._wanted)
+        finally:
+            self._wanted = None
+        for ready, kernel in enumerate(wanted, 1):
+            kernel.load()
+            if progress is not None:
+                progress(ready, len(wanted))
+
+    # ---- order
+
+    def capture(self, work: Callable[[], None]) -> CupyGraph:
+        if self._wanted is not None:
+            work()
+            return CupyGraph(self, None)
+        self.prepare(work)  # a module is not loaded while a stream captures
+        with cuda_errors("capturing a graph"):
+            self._stream.begin_capture()
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is broken, and why is on its way
+                    self._stream.end_capture()
+                raise
+            graph = self._stream.end_capture()
+            graph.upload(self._stream)
+        return CupyGraph(self, graph)
+
+    def launch_graph(self, graph: Any) -> None:
+        self._bind()
+        if self._wanted is None:
+            with cuda_errors("launching a graph"):
+                graph.launch(self._stream)
+
+    def event(self) -> CupyEvent:
+        self._bind()
+        return CupyEvent(cupy.cuda.Event(disable_timing=True), self._stream)
+
+    def synchronize(self) -> None:
+        self._bind()
+        with cuda_errors("waiting for the device"):
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        self._compilers.shutdown(cancel_futures=True)
+        self._blas.close()
+
+    def _bind(self) -> None:
+        """Makes the GPU current in the calling thread; the driver's calls need it."""
+        thread = threading.get_ident()
+        if thread != self._thread:
+            cupy.cuda.Device(self._ordinal).use()
+            self._thread = thread
+
+
+class CupyGraph:
+    def __init__(self, device: CupyDevice, graph: Any) -> None:
+        self._device, self._graph = device, graph
+
+    def launch(self) -> None:
+        self._device.launch_graph(self._graph)
+
+
+class CupyEvent:
+    def __init__(self, event: Any, stream: Any) -> None:
+        self._event, self._stream = event, stream
+
+    def record(self) -> None:
+        with cuda_errors("recording an event"):
+            self._event.record(self._stream)
+
+    def synchronize(self) -> None:
+        with cuda_errors("waiting for the device"):
+            self._event.synchronize()
+
+    @property
+    def done(self) -> bool:
+        with cuda_errors("asking an event"):
+            return bool(self._event.done)
