@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kSelectThreads, 1)
       drawn = draw(source, record, listed, stored + advance);
     }
     if (ranked && kept) {
-      if (!sampled || adjusted) listed = list_head(of_logits, record.num_logprobs);
+      if (adjusted || listed < 0) listed = list_head(of_logits, record.num_logprobs);
       if (listed < 0) list_largest(of_logits, record.num_logprobs);
       if (threadIdx.x < 32)
         write_logprobs(out_logprobs + place * (1 + kMaxTop), out_top + place * kMaxTop, record.num_logprobs,

@@ -7,7 +7,8 @@
 #include "select.cuh"
 
 constexpr int kMaxTop = 20;  // logprobs
-constexpr int kHead = 512;   // groups that make the list where no top_k bounds it
+constexpr int kHead = 512;   // groups that make the list, at most
+constexpr int kCoarseBins = 1024;
 constexpr int kWeightBits = 44;
 constexpr double kWeightUnit = 5.684341886080802e-14;  // 2^-44
 constexpr float kLog2E = 1.44269502f, kLog2ELow = 1.92596303e-8f;
@@ -34,6 +35,12 @@ DEVICE u64 weight_of(float score, float largest, float scale, float scale_low) {
   const u64 mantissa = static_cast<u32>(power * 16777216.0f);  // 24 bits, or 25: exact
   const int shift = kWeightBits - 24 + static_cast<int>(whole);
   return shift >= 0 ? mantissa << shift : mantissa >> -shift;
+}
+
+// Rises with the score; 21 bins an octave of weight, so that neighbours in a row seldom meet.
+DEVICE int coarse_bin(float score, float largest, float scale) {
+  const float octaves = (largest - score) * scale;
+  return kCoarseBins - 1 - static_cast<int>(fminf(octaves * (kCoarseBins / 48.0f), kCoarseBins - 1.0f));
 }
 
 // ⌊value · mass / 2^53⌋: value a number in [0, 1) in units of 2^-53, mass below 2^63.
@@ -88,8 +95,14 @@ struct Masses {
   u64 kept_by_min_p;  // of that
 };
 
+__shared__ Histogram<kCoarseBins> by_weight;  // the weights that top_k keeps, where the list does not decide
+
 DEVICE u64 weight_of_key(u32 key, const Source& source, const Record& record) {
   return weight_of(score_of(key), source.largest, record.inverse_temperature, record.inverse_low);
+}
+
+DEVICE int coarse_bin_of_key(u32 key, const Source& source, const Record& record) {
+  return coarse_bin(score_of(key), source.largest, record.inverse_temperature);
 }
 
 struct Counts {  // elements for `descend`: every score once
@@ -100,13 +113,15 @@ struct Counts {  // elements for `descend`: every score once
   }
 };
 
-struct Weights {  // every score with its weight
+struct WeightsOfBin {  // the scores of one coarse bin with their weights
   Source source;
   const Record& record;
+  int bin;
   template <class Visit>
   DEVICE void for_each(Visit visit) const {
     for_each_word(source.words, source.vocab, [&](u32 bits, i32) {
       const u32 key = key_of(bits);
+      if (coarse_bin_of_key(key, source, record) != bin) return;
       visit(key, [&] { return weight_of_key(key, source, record); });
     });
   }
@@ -123,20 +138,23 @@ struct IdsOfKey {  // the ids of one key, the lowest first: id = ~key >> 13
   }
 };
 
-// By a pass over the row, after three more if there is a top_k.
+// By a pass over the row, after three more if there is a top_k.  Leaves the weights in by_weight.
 DEVICE Masses masses_of_row(const Source& source, const Record& record) {
   Crossing last = {kNoKey, 0};
   if (record.top_k) last = descend(Counts{source}, record.top_k - 1, 3);
+  by_weight.clear();
   u64 all = 0, likely = 0;
-  const auto add = [&](u64 weight, u64 times) {
+  const auto add = [&](u32 key, u64 times) {
+    const u64 weight = weight_of_key(key, source, record);
+    if (weight == 0) return;
+    by_weight.add(coarse_bin_of_key(key, source, record), times * weight);
     all += times * weight;
     if (weight >= record.min_weight) likely += times * weight;
   };
   for_each_word(source.words, source.vocab, [&](u32 bits, i32) {
-    const u32 key = key_of(bits);
-    if (key > last.key) add(weight_of_key(key, source, record), 1);
+    if (key_of(bits) > last.key) add(key_of(bits), 1);
   });
-  if (record.top_k && threadIdx.x == 0) add(weight_of_key(last.key, source, record), record.top_k - last.above);
+  if (record.top_k && threadIdx.x == 0) add(last.key, record.top_k - last.above);
   all = block_sum(block.warp_sums, all);
   return {all, block_sum(block.warp_sums, likely)};
 }
@@ -162,38 +180,41 @@ DEVICE Masses masses_of_list(int count, const Source& source, const Record& reco
 struct Order {
   const Source& source;
   const Record& record;
-  int listed;       // entries of the list with running sums
-  u64 listed_mass;  // their sum; 0 once a descent has taken their memory
+  int listed;  // entries of the list with running sums
+  u64 listed_mass;
 
   // The running sum, that element's weight included.
-  DEVICE u64 mass_through(u64 target) {
+  DEVICE u64 mass_through(u64 target) const {
     if (target < listed_mass) return block.running[find_in_list(listed, target)];
     const Crossing found = descend_weights(target);
     const u64 weight = weight_of_key(found.key, source, record);
     return found.above + ((target - found.above) / weight + 1) * weight;
   }
 
-  DEVICE i32 id_at(u64 target) {
+  DEVICE i32 id_at(u64 target) const {
     if (target < listed_mass) return entry_id(block.list[find_in_list(listed, target)]);
     const Crossing found = descend_weights(target);
     const u64 equals_before = (target - found.above) / weight_of_key(found.key, source, record);
     return ~descend(IdsOfKey{source, found.key}, equals_before, 2).key >> 13;
   }
 
-  DEVICE Crossing descend_weights(u64 target) {
-    listed_mass = 0;
-    return descend(Weights{source, record}, target, 3);
+  DEVICE Crossing descend_weights(u64 target) const {
+    const Crossing coarse = find_bin(by_weight, target);
+    const WeightsOfBin elements = {source, record, static_cast<int>(coarse.key)};
+    const Crossing fine = descend(elements, target - coarse.above, 3);
+    return {fine.key, coarse.above + fine.above};
   }
 };
 
-// How many groups to list: all that top_k needs, or the whole row, or what is likely to decide.
+// How many groups to list: the whole row, or all that top_k needs, or what is likely to decide.
 DEVICE int head_rank(i32 top_k, i32 vocab) {
-  if (top_k > 0 && top_k <= kListCapacity) return top_k;
-  return vocab <= kListCapacity ? vocab : min(kHead, vocab / kGroup / 2);
+  if (vocab <= kListCapacity) return vocab;
+  const int num_groups = vocab / kGroup;
+  return top_k > 0 && top_k <= kHead && top_k < num_groups ? top_k : min(kHead, num_groups / 2);
 }
 
 // The mass that top_p keeps: what the likelier ones leave below its share, and the one that reaches it.
-DEVICE u64 kept_by_top_p(Order& order, double top_p, u64 mass) {
+DEVICE u64 kept_by_top_p(const Order& order, double top_p, u64 mass) {
   const double share = ceil(top_p * static_cast<double>(mass));
   const u64 reached = share < static_cast<double>(mass) ? static_cast<u64>(share) : mass;
   return order.mass_through(reached > 0 ? reached - 1 : 0);
@@ -207,7 +228,7 @@ DEVICE i32 draw(const Source& source, const Record& record, int listed, u32 posi
   const Masses of_list = masses_of_list(listed, source, record);
   const Masses masses = list_decides ? of_list : of_row;
 
-  Order order = {source, record, listed, of_list.kept_by_top_k};
+  const Order order = {source, record, listed, of_list.kept_by_top_k};
   u64 kept = masses.kept_by_min_p;
   if (record.top_p < 1) {
     const u64 by_top_p = kept_by_top_p(order, record.top_p, masses.kept_by_top_k);

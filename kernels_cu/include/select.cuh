@@ -11,26 +11,39 @@
 constexpr int kSelectThreads = 512;
 constexpr int kSelectWarps = kSelectThreads / 32;
 constexpr int kDigitBits = 11;
-constexpr int kBins = 1 << kDigitBits;
-constexpr int kBinsPerThread = kBins / kSelectThreads;
-constexpr int kListCapacity = 2048;
+constexpr int kListCapacity = 1024;
 constexpr int kListPerThread = kListCapacity / kSelectThreads;
-static_assert(kBins * 8 == kListCapacity * 8, "the histogram and the list's running sums share their memory");
-
 constexpr int kGroup = 32;  // elements under one maximum
 
 constexpr u32 kNoKey = 0;  // below the key of every number, −inf's included
 constexpr u32 kKeyMinusInf = 0x007fffffu;
 constexpr u32 kKeyPlusInf = 0xff800000u;
 
+// In shared memory: sums of 64 bits in halves, as it adds 32 bits natively.
+template <int kBins>
+struct Histogram {
+  u32 low[kBins], high[kBins];
+
+  DEVICE void clear() {
+    __syncthreads();
+    for (int bin = threadIdx.x; bin < kBins; bin += kSelectThreads) low[bin] = high[bin] = 0;
+    __syncthreads();
+  }
+
+  DEVICE void add(int bin, u64 value) {
+    const u32 part = static_cast<u32>(value);
+    const u32 before = static_cast<u32>(atomic_add(reinterpret_cast<i32*>(&low[bin]), static_cast<i32>(part)));
+    const u32 up = static_cast<u32>(value >> 32) + (before + part < before);
+    if (up) atomic_add(reinterpret_cast<i32*>(&high[bin]), static_cast<i32>(up));
+  }
+
+  DEVICE u64 sum(int bin) const { return static_cast<u64>(high[bin]) << 32 | low[bin]; }
+};
+
 struct SelectMemory {
-  union {
-    struct {
-      u32 low[kBins], high[kBins];  // histogram: 64-bit sums in halves, as shared memory adds 32 bits natively
-    };
-    u64 running[kListCapacity];  // sums of the list's weights up to and with each entry
-  };
-  u64 list[kListCapacity];  // entries of `entry_of`, largest first once sorted
+  Histogram<1 << kDigitBits> digits;
+  u64 list[kListCapacity];     // entries of `entry_of`, largest first once sorted
+  u64 running[kListCapacity];  // sums of the list's weights up to and with each entry
   u64 warp_sums[kSelectWarps];
   u64 above;
   u32 bin;
@@ -144,30 +157,23 @@ DEVICE void for_each_word(const uint4* words, int size, Visit visit) {
 
 // ---- descending -----------------------------------------------------------------------------------------------
 
-DEVICE void add_to_bin(int bin, u64 value) {
-  const u32 low = static_cast<u32>(value);
-  const u32 before = static_cast<u32>(atomic_add(reinterpret_cast<i32*>(&block.low[bin]), static_cast<i32>(low)));
-  const u32 up = static_cast<u32>(value >> 32) + (before + low < before);
-  if (up) atomic_add(reinterpret_cast<i32*>(&block.high[bin]), static_cast<i32>(up));
-}
+struct Crossing {
+  u32 key;    // a bin; or the leading digits of a key, zeros below them
+  u64 above;  // the sum of everything larger
+};
 
-DEVICE u64 bin_sum(int bin) { return static_cast<u64>(block.high[bin]) << 32 | block.low[bin]; }
-
-DEVICE void clear_bins() {
-  __syncthreads();
-  for (int bin = threadIdx.x; bin < kBins; bin += kSelectThreads) block.low[bin] = block.high[bin] = 0;
-  __syncthreads();
-}
-
-// Of the bins from the highest down: the first at which the sum, begun with `above`, exceeds `target`.  Leaves it in
-// block.bin, and in block.above the sum of everything before it.
-DEVICE_CALL void find_bin(u64 above, u64 target) {
+// The first bin, from the highest down, at which the running sum exceeds `target`; the whole sum does.
+template <int kBins>
+DEVICE_CALL Crossing find_bin(const Histogram<kBins>& histogram, u64 target) {
+  constexpr int kBinsPerThread = kBins / kSelectThreads;
   const int top = kBins - 1 - kBinsPerThread * threadIdx.x;  // this thread's highest bin
   u64 sum = 0;
-  for (int i = 0; i < kBinsPerThread; ++i) sum += bin_sum(top - i);
-  u64 before = above + block_sum_before(block.warp_sums, sum);
+#pragma unroll
+  for (int i = 0; i < kBinsPerThread; ++i) sum += histogram.sum(top - i);
+  u64 before = block_sum_before(block.warp_sums, sum);
+#pragma unroll
   for (int i = 0; i < kBinsPerThread; ++i) {
-    const u64 through = before + bin_sum(top - i);
+    const u64 through = before + histogram.sum(top - i);
     if (before <= target && target < through) {
       block.bin = top - i;
       block.above = before;
@@ -175,17 +181,13 @@ DEVICE_CALL void find_bin(u64 above, u64 target) {
     before = through;
   }
   __syncthreads();
+  return {block.bin, block.above};
 }
-
-struct Crossing {
-  u32 key;    // its leading digits; zeros below them
-  u64 above;  // the sum of the values of all keys with larger leading digits
-};
 
 // The key at which the sum of values, from the largest key down, first exceeds `target`.
 //
-// elements: a functor whose for_each(visit) calls visit(key, value); the sum of all values must exceed target.
-// num_digits: 3 for the exact key, 2 for its upper 22 bits.
+// elements: a functor whose for_each(visit) calls visit(key, a function that gives the value); the sum of all values
+// must exceed target.  num_digits: 3 for the exact key, 2 for its upper 22 bits, 1 for its upper 11.
 template <class Elements>
 DEVICE_CALL Crossing descend(const Elements& elements, u64 target, int num_digits) {
   Crossing found = {0, 0};
@@ -193,16 +195,16 @@ DEVICE_CALL Crossing descend(const Elements& elements, u64 target, int num_digit
   for (int digit = 0; digit < num_digits; ++digit) {
     const u32 decided = shift == 32 ? 0 : ~0u << shift;
     shift = max(shift - kDigitBits, 0);
-    clear_bins();
+    block.digits.clear();
     elements.for_each([&](u32 key, auto value_of) {
       if ((key & decided) != found.key) return;
       const u64 value = value_of();
-      if (value) add_to_bin((key & ~decided) >> shift, value);
+      if (value) block.digits.add((key & ~decided) >> shift, value);
     });
     __syncthreads();
-    find_bin(found.above, target);
-    found.key |= block.bin << shift;
-    found.above = block.above;
+    const Crossing bin = find_bin(block.digits, target - found.above);
+    found.key |= bin.key << shift;
+    found.above += bin.above;
   }
   return found;
 }
