@@ -32,60 +32,23 @@
 //
 // Before the previous kernel ends, a block loads the page of its first unit; where that kernel adds a row's token to
 // the page, it is only brought to L2.  This takes for granted that the positions, and K and V of all earlier tokens,
-// were there when the previous kernel let this one start.
+// were written before a kernel that was not launched as a dependent one.
 //
 // fp32: scores, exponents, sums, merge.  fp16: the weights that multiply V (relative to the largest of their 16
 // tokens), and a.  Bytes: each page that an item names once, as far as it is seen; partials (D + 2)·4 per row, head and
 // split, written and read once (L2).
-#include "attention.cuh"
+#include "decode_work.cuh"
 #include "merge_splits.cuh"
 
-constexpr int kWarps = 4;
-constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 4;
-constexpr int kMaxRows = 64;
-constexpr int kTileEntries = 16 / kQueriesPerKv;  // rows of the batch in a query tile
-constexpr int kTileQueries = kTileEntries * kQueriesPerKv;
-constexpr int kWarpDims = kHeadDim / kWarps;      // output dims a warp mixes
+constexpr int kWarpDims = kHeadDim / kWarps;  // output dims a warp mixes
 constexpr int kDimTiles = kWarpDims / 8;
 static_assert(kWarps == kSteps, "a warp scores the tokens of one step");
-
-struct Shape {
-  int num_heads, num_kv_heads, max_blocks;
-};
-
-// What the whole block knows about the batch.
-struct Batch {
-  int position[kMaxRows], window[kMaxRows], splits[kMaxRows];
-};
-
-// Where the block is in the list of items.  In shared memory, as few registers are left beside a page.
-struct Progress {
-  int4 item;
-  int index, num_items;
-};
-
-struct Unit {
-  int block, first_entry, num_entries;
-  const u16 *keys, *values;  // of this head in the page: [64][D], [D][64]
-};
-
-// What the unit's rows see of its page together; settled: none of their tokens of this step lies in it.
-struct UnitSight {
-  Sight any;
-  bool settled;
-};
 
 // A lane's share of a page: of K the two tokens it is a column of, of Vᵀ its rows of output dims.
 struct PagePieces {
   uint4 keys[2][kDimPieces];
   uint4 values[kDimTiles][kTokenPieces];
-};
-
-// A row of a tile.  Rows past the unit's last query repeat it, and are not stored.
-struct Query {
-  int row, head, ordinal;
-  bool exists;
 };
 
 // What a tile's warps tell each other.  An a operand is a piece of each lane.
@@ -99,47 +62,6 @@ struct Exchange {
 struct QueryPieces {
   uint4 low, high;
 };
-
-// The rows that a unit completes.
-struct Completed {
-  int count;
-  int rows[kMaxRows];
-  SplitFactors factors[kWarps];  // scratch of their merge
-};
-
-DEVICE void read_batch(Batch& batch, const i32* position, const i32* window, const i32* row_items, int num_rows) {
-  const int row = threadIdx.x;
-  if (row < num_rows) {
-    batch.position[row] = position[row];
-    batch.window[row] = window[row];
-    batch.splits[row] = row_items[row];
-  }
-}
-
-DEVICE void advance(Progress& progress, const int4* items) {
-  progress.index += gridDim.y;
-  if (progress.index < progress.num_items) progress.item = items[progress.index];
-}
-
-DEVICE Unit read_unit(int4 item, const i32* tables, const u16* pool, int table_stride, const Shape& shape) {
-  const int kv_head = blockIdx.x;
-  const int page = tables[item.x * table_stride + item.y];
-  return {item.y, item.z, item.w, page_keys(pool, page, kv_head, shape.num_kv_heads),
-          page_values(pool, page, kv_head, shape.num_kv_heads)};
-}
-
-DEVICE UnitSight sight_of_unit(const Unit& unit, const uint2* entries, const Batch& batch) {
-  int begin = kPageTokens, end = 0, first_end = kPageTokens + 1;
-#pragma unroll 1
-  for (int e = threadIdx.x % 32; e < unit.num_entries; e += 32) {
-    const int row = entries[unit.first_entry + e].x;
-    const Sight sight = sight_of(batch.position[row], batch.window[row], unit.block);
-    begin = min(begin, sight.begin);
-    end = max(end, sight.end);
-    first_end = min(first_end, sight.end);
-  }
-  return {{reduce_min(begin), reduce_max(end)}, reduce_min(first_end) > kPageTokens};
-}
 
 // Asks for everything in `sight`; what lies outside reads as zeros, whose weight is an exact zero.
 DEVICE void load_page(PagePieces& page, const Unit& unit, Sight sight) {
@@ -171,22 +93,15 @@ DEVICE void prefetch_page(const Unit& unit, Sight sight) {
   }
 }
 
-DEVICE Query query_of(int tile, int i, const Unit& unit, const uint2* entries) {
-  const int e = tile * kTileEntries + i / kQueriesPerKv;
-  const uint2 entry = entries[unit.first_entry + min(e, unit.num_entries - 1)];
-  const int head = static_cast<int>(blockIdx.x) * kQueriesPerKv + i % kQueriesPerKv;
-  return {static_cast<int>(entry.x), head, static_cast<int>(entry.y), i < kTileQueries && e < unit.num_entries};
-}
-
 // Warp j asks for pieces 4·j .. 4·j + 3 of each row.
-DEVICE QueryPieces load_queries(const u16* q, int tile, const Unit& unit, const uint2* entries, const Shape& shape) {
+DEVICE QueryPieces load_queries(const u16* q, int tile, const Unit& unit, const Lists& lists) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   QueryPieces pieces = {};
   if (warp < kDimPieces) {
-    const Query low = query_of(tile, g, unit, entries), high = query_of(tile, g + 8, unit, entries);
+    const Query low = query_of(tile, g, unit, lists), high = query_of(tile, g + 8, unit, lists);
     const u16* lane_q = q + 32 * warp + 8 * t;
-    pieces.low = load_piece(lane_q + (low.row * shape.num_heads + low.head) * kHeadDim);
-    pieces.high = load_piece(lane_q + (high.row * shape.num_heads + high.head) * kHeadDim);
+    pieces.low = load_piece(lane_q + (low.row * lists.num_heads + low.head) * kHeadDim);
+    pieces.high = load_piece(lane_q + (high.row * lists.num_heads + high.head) * kHeadDim);
   }
   return pieces;
 }
@@ -243,13 +158,13 @@ DEVICE float2 weigh_row(float (&scores)[2][4], int half, Sight sight, float scal
 }
 
 // The warp's share of a tile: weights of its 16 tokens.
-DEVICE void publish_weights(Exchange& exchange, int tile, const Unit& unit, const uint2* entries, const Batch& batch,
+DEVICE void publish_weights(Exchange& exchange, int tile, const Unit& unit, const Lists& lists, const Batch& batch,
                             const PagePieces& page, float scale) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   Sight sights[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = query_of(tile, g + 8 * half, unit, entries).row;
+    const int row = query_of(tile, g + 8 * half, unit, lists).row;
     sights[half] = sight_of(batch.position[row], batch.window[row], unit.block);
   }
   float scores[2][4];
@@ -301,57 +216,53 @@ DEVICE void mix(float (&o)[kDimTiles][4], const float (&factor)[2][kSteps], cons
   }
 }
 
-// Where the partials of a row and head begin, in splits.
-DEVICE int first_split(int row, int head, const Shape& shape) { return (row * shape.num_heads + head) * shape.max_blocks; }
-
 // The warp's output dims of a tile, and by warp 0 m and l.
-DEVICE void store_partials(float* partial_o, float2* partial_ml, int tile, const Unit& unit, const uint2* entries,
-                           const Exchange& exchange, const PagePieces& page, const Shape& shape) {
+DEVICE void store_partials(const Partials& partials, int tile, const Unit& unit, const Lists& lists,
+                           const Exchange& exchange, const PagePieces& page) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float factor[2][kSteps], o[kDimTiles][4];
   int splits[2];  // −1: not stored
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Query query = query_of(tile, g + 8 * half, unit, entries);
-    splits[half] = query.exists ? first_split(query.row, query.head, shape) + query.ordinal : -1;
+    const Query query = query_of(tile, g + 8 * half, unit, lists);
+    splits[half] = query.exists ? first_split(query.row, query.head, lists) + query.ordinal : -1;
     const float2 top_sum = combine_steps(factor[half], exchange, g + 8 * half);
-    if (query.exists && warp == 0 && t == 0) partial_ml[splits[half]] = top_sum;
+    if (query.exists && warp == 0 && t == 0) partials.ml[splits[half]] = top_sum;
   }
   mix(o, factor, exchange, page);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (splits[half] < 0) continue;
-    float* dims = partial_o + static_cast<u64>(splits[half]) * kHeadDim + warp * kWarpDims + 2 * t;
+    float* dims = partials.o + static_cast<u64>(splits[half]) * kHeadDim + warp * kWarpDims + 2 * t;
 #pragma unroll
     for (int n = 0; n < kDimTiles; ++n)
       *reinterpret_cast<float2*>(dims + 8 * n) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
   }
 }
 
-// Counts the unit for each of its rows.
-DEVICE void arrive(Completed& completed, const Unit& unit, const uint2* entries, const Batch& batch, i32* counters,
-                   const Shape& shape) {
-  if (threadIdx.x < unit.num_entries) {
-    const int row = entries[unit.first_entry + threadIdx.x].x;
-    i32* counter = counters + row * shape.num_kv_heads + blockIdx.x;
-    if (atomic_arrive(counter) + 1 == batch.splits[row]) {
-      *counter = 0;
-      completed.rows[atomic_add(&completed.count, 1)] = row;
-    }
+// All query tiles of a unit.
+DEVICE void attend(const Partials& partials, Exchange& exchange, const u16* q, const Unit& unit, const Lists& lists,
+                   const Batch& batch, const PagePieces& page, float scale) {
+  QueryPieces queries = load_queries(q, 0, unit, lists);
+  for (int tile = 0; tile * kTileEntries < unit.num_entries; ++tile) {
+    publish_queries(exchange, queries);
+    __syncthreads();
+    queries = load_queries(q, tile + 1, unit, lists);
+    publish_weights(exchange, tile, unit, lists, batch, page, scale);
+    __syncthreads();
+    store_partials(partials, tile, unit, lists, exchange, page);
   }
 }
 
-DEVICE void merge_completed(u16* a, const float* partial_o, const float2* partial_ml, Completed& completed, int kv_head,
-                            const Batch& batch, const Shape& shape) {
-  constexpr int kParts = kHeadDim / kMergeDims;
-  const int num_tasks = completed.count * kQueriesPerKv * kParts;
-#pragma unroll 1
-  for (int task = threadIdx.x / 32; task < num_tasks; task += kWarps) {
-    const int row = completed.rows[task / kParts / kQueriesPerKv];
-    const int head = kv_head * kQueriesPerKv + task / kParts % kQueriesPerKv;
-    const int split = first_split(row, head, shape);
-    merge_splits(a + (row * shape.num_heads + head) * kHeadDim, partial_o + static_cast<u64>(split) * kHeadDim,
-                 partial_ml + split, completed.factors[threadIdx.x / 32], task % kParts * kMergeDims, batch.splits[row]);
+// The same for a page that none of the rows has come to: o = 0, m = −inf, l = 0.
+DEVICE void store_unseen(const Partials& partials, const Unit& unit, const Lists& lists) {
+  constexpr int kPieces = kHeadDim / 4;
+  for (int i = threadIdx.x; i < unit.num_entries * kQueriesPerKv * kPieces; i += kThreads) {
+    const uint2 entry = lists.entries[unit.first_entry + i / kPieces / kQueriesPerKv];
+    const int head = static_cast<int>(blockIdx.x) * kQueriesPerKv + i / kPieces % kQueriesPerKv;
+    const int split = first_split(entry.x, head, lists) + entry.y;
+    reinterpret_cast<float4*>(partials.o + static_cast<u64>(split) * kHeadDim)[i % kPieces] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (i % kPieces == 0) partials.ml[split] = make_float2(minus_infinity(), 0.0f);
   }
 }
 
@@ -361,17 +272,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                      float* partial_o, float2* partial_ml, i32* counters, u16* a, i32 table_offset, i32 table_stride,
                      i32 num_rows, i32 num_heads, i32 num_kv_heads, i32 max_blocks, float scale) {
   __shared__ Batch batch;
+  __shared__ Progress progress;
   __shared__ Exchange exchange;
   __shared__ Completed completed;
-  __shared__ Progress progress;
-  const Shape shape = {num_heads, num_kv_heads, max_blocks};
+  const Lists lists = {items, entries, tables + table_offset, pool, table_stride, num_heads, num_kv_heads, max_blocks};
+  const Partials partials = {partial_o, partial_ml};
+  dependency_launch();
   if (threadIdx.x == 0) progress = {items[blockIdx.y], static_cast<int>(blockIdx.y), num_items[0]};
   read_batch(batch, position, window, row_items, num_rows);
   __syncthreads();
 
   while (progress.index < progress.num_items) {
-    const Unit unit = read_unit(progress.item, tables + table_offset, pool, table_stride, shape);
-    const UnitSight sight = sight_of_unit(unit, entries, batch);
+    const Unit unit = read_unit(progress.item, lists);
+    const UnitSight sight = sight_of_unit(unit, lists, batch);
     const bool is_first = progress.index == static_cast<int>(blockIdx.y);
     if (is_first && !sight.settled) {
       prefetch_page(unit, sight.any);
@@ -379,25 +292,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
     PagePieces page;
     load_page(page, unit, sight.any);
-    if (is_first) {
-      dependency_wait();
-      dependency_launch();
+    const int next = progress.index + gridDim.y;
+    if (next < progress.num_items) {
+      const Unit next_unit = read_unit(items[next], lists);
+      prefetch_page(next_unit, sight_of_unit(next_unit, lists, batch).any);
     }
-    QueryPieces queries = load_queries(q, 0, unit, entries, shape);
-    for (int tile = 0; tile * kTileEntries < unit.num_entries; ++tile) {
-      publish_queries(exchange, queries);
-      __syncthreads();
-      queries = load_queries(q, tile + 1, unit, entries, shape);
-      publish_weights(exchange, tile, unit, entries, batch, page, scale);
-      __syncthreads();
-      store_partials(partial_o, partial_ml, tile, unit, entries, exchange, page, shape);
-    }
+    if (is_first) dependency_wait();
+    if (sight.any.end > 0)
+      attend(partials, exchange, q, unit, lists, batch, page, scale);
+    else
+      store_unseen(partials, unit, lists);
     if (threadIdx.x == 0) completed.count = 0;
+    __syncthreads();  // all of the unit's partials are stored
+    if (threadIdx.x == kThreads - 1) advance(progress, lists);
+    arrive(completed, unit, lists, batch, counters);
     __syncthreads();
-    if (threadIdx.x == kThreads - 1) advance(progress, items);
-    arrive(completed, unit, entries, batch, counters, shape);
-    __syncthreads();
-    merge_completed(a, partial_o, partial_ml, completed, blockIdx.x, batch, shape);
+    merge_completed(a, partials, completed, lists, batch);
   }
-  dependency_wait();  // also where there was nothing to do: a kernel ends after the one before it
+  if (blockIdx.y == 0) dependency_wait();  // a kernel without items, too, ends after the one before it
 }

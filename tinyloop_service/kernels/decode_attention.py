@@ -56,8 +56,8 @@ def decode_attention(
     counters    int32 [R, G]                         zero before and after
 
     Items that many rows share come first: a block takes items in order, and shared ones cost most.  With
-    `dependent`, everything but q and the pages' newest tokens must have been written before the kernel that precedes
-    this one in the stream began.
+    `dependent`, positions and all but the newest tokens' K and V must have been written before a kernel of the stream
+    that was not launched as a dependent one.
     """
     sizes = match(
         "decode_attention",
