@@ -10,8 +10,8 @@
 //   row_logits    u64  [R]                address of the row's logits, fp32 [⌈V/4⌉·4], 16-byte aligned
 //   row_slot      i32  [R]                −1: padding, skipped
 //   base_length   i32  [R]                outputs go to step length[slot] − base_length[row]
-//   records       Record [slots]          see below
-//   bias_ids, bias_values  i32, f64 [slots][kMaxBias]
+//   records       Record [slots]          parameters of a slot, draw.cuh
+//   bias_ids, bias_values  i32, f64 [slots][kMaxBias]   ids of a slot differ
 //   seen          u32  [slots][⌈V/32⌉]    bit i%32 of word i/32: token i was seen; the drawn token is added
 //   scores        f32  [R][⌈V/4⌉·4]       scratch: s of rows with a penalty or a bias
 //   best          u64  [R][2][chunks]     scratch: largest entry (select.cuh) of each chunk, of l and of s
@@ -24,7 +24,7 @@
 //
 // V < 2^19.  Two launches: sample_scan, a block a (chunk of 2048, row), reads the logits once; sample_finish, a block
 // a row, ends at once for argmax, else works on the few groups of 32 that can hold a kept element, and on the whole
-// row only where those do not decide.  Bytes: 4·V a row, argmax; 8·V to 32·V more from L2 in the worst case.
+// row only where those do not decide.  Bytes: 4·V a row; where the list does not decide 24·V to 48·V more, from L2.
 // Scores are formed in fp64 and rounded to fp32 once; exp is good to 2^-23; log and what is around it is fp64.
 #include "draw.cuh"
 
@@ -95,22 +95,14 @@ DEVICE double penalised(const Adjustment& adjustment, float logit, i32 id) {
   return score * (score > 0 ? adjustment.inverse_penalty : adjustment.penalty);
 }
 
-DEVICE float rounded(double score) {
-  return fminf(fmaxf(static_cast<float>(score), -kLargest), kLargest);
-}
+DEVICE float rounded(double score) { return fminf(fmaxf(static_cast<float>(score), -kLargest), kLargest); }
 
-// The first entry of an id adds all of that id's, in their order.
+// Ids of a slot's bias differ.
 DEVICE void add_bias(float* chunk, const Adjustment& adjustment, const float* logits, i32 first, i32 vocab) {
   for (int entry = threadIdx.x; entry < adjustment.num_bias; entry += kScanThreads) {
     const i32 id = adjustment.bias_ids[entry];
-    if (id < first || id >= min(first + kChunk, vocab)) continue;
-    bool is_first = true;
-    for (int i = 0; i < entry; ++i) is_first = is_first && adjustment.bias_ids[i] != id;
-    if (!is_first) continue;
-    double score = penalised(adjustment, logits[id], id);
-    for (int i = entry; i < adjustment.num_bias; ++i)
-      if (adjustment.bias_ids[i] == id) score += adjustment.bias_values[i];
-    chunk[id - first] = rounded(score);
+    if (id >= first && id < min(first + kChunk, vocab))
+      chunk[id - first] = rounded(penalised(adjustment, logits[id], id) + adjustment.bias_values[entry]);
   }
 }
 

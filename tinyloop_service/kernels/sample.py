@@ -43,7 +43,9 @@ class SamplerTables:
     """The sampling state of every slot, and the scratch of one batch of up to `max_rows` rows.
 
     `write` fills page-locked memory on the host, `flush` copies what was written to the device, in the order of the
-    stream and without waiting.  A slot may be written again as soon as nobody wants what its last owner draws.
+    stream and without waiting.  A slot may be written again as soon as nobody wants what its last owner draws: should
+    an earlier copy still be under way, what it carries too early reaches that owner's rows only, and any mixture of two
+    records is one that the kernel survives.
     """
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int, max_rows: int = MAX_ROWS) -> None:
@@ -85,14 +87,13 @@ class SamplerTables:
         prompt: every token of the sequence so far, its prefix's included; read only if a penalty asks for it.  Tokens
         that `sample` draws are seen by themselves.
         """
-        count = len(sampling.logit_bias)
+        bias = _bias(sampling)
+        count = len(bias)
         require("sample", 0 <= slot < self.num_slots, f"slot is {slot}, expected 0 to {self.num_slots - 1}")
         require("sample", count <= MAX_LOGIT_BIAS, f"{count} biases, expected at most {MAX_LOGIT_BIAS}")
         self._records[slot] = _record(sampling, self.vocab_size)
-        if count:
-            ids, values = zip(*sampling.logit_bias, strict=True)
-            self._host["bias_ids"][slot, :count] = ids
-            self._host["bias_values"][slot, :count] = values
+        self._host["bias_ids"][slot, :count] = list(bias)
+        self._host["bias_values"][slot, :count] = list(bias.values())
         if sampling.repetition_penalty != 1:
             self._host["seen"][slot] = _bits(prompt, self.vocab_size)
         self._written.add(slot)
@@ -206,8 +207,16 @@ def _record(sampling: Sampling, vocab_size: int) -> tuple[int | float, ...]:
         sampling.top_k if sampling.top_k < vocab_size else 0,
         sampling.choice,
         min(sampling.logprobs, MAX_LOGPROBS, vocab_size),
-        len(sampling.logit_bias),
+        len(_bias(sampling)),
     )
+
+
+def _bias(sampling: Sampling) -> dict[int, float]:
+    """By token; several addends of one are summed."""
+    bias: dict[int, float] = {}
+    for token, addend in sampling.logit_bias:
+        bias[token] = bias.get(token, 0.0) + addend
+    return bias
 
 
 def _bits(tokens: TokenIds, vocab_size: int) -> NDArray[np.uint32]:
