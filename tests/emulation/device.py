@@ -64,7 +64,7 @@ class EmulatedEvent:
         return True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class EmulatedDevice:
     deferred: bool = False
     sources: Path = builder.KERNELS
