@@ -1,4 +1,4 @@
-// One row of the residual stream between two linears, by a block of 256 threads:
+// Rows of the residual stream between two linears, kRows at a time by a block of 256 threads; each row by itself:
 //
 //   s = Σ partials                      balanced binary tree, in order; no partials: no sum
 //   x += post ? rms(s) · post : s
@@ -7,7 +7,7 @@
 //   y = half(out ? rms(x) · out : x)    rms(v) = v / sqrt(mean(v²) + eps)
 //
 // Everything is fp32 but gains and y.  A thread's columns, and so every sum's order, follow from the width alone:
-// chunk j of thread i is columns 4·(256·j + i) … + 3.
+// chunk j of thread i is columns 4·(256·j + i) … + 3.  Rows at a time change nothing but the number of barriers.
 #pragma once
 #include "ptx.cuh"
 
@@ -16,14 +16,14 @@
 #endif
 
 constexpr int kFoldThreads = 256, kFoldWarps = kFoldThreads / 32;
-constexpr int kChunks = TL_CHUNKS;      // 1024 columns each, the last one partly idle
-constexpr int kFoldScratch = 3 * kFoldWarps;  // floats of shared memory
+constexpr int kChunks = TL_CHUNKS;         // 1024 columns each, the last one partly idle
+constexpr int kFoldScratch = 3 * kFoldWarps;  // floats of shared memory for each row at a time
 
 enum Inject { kInjectNone, kInjectStore, kInjectAdd };
 
 struct Fold {
   const float* x;         // [rows][width]
-  float* x_out;           // [rows][width], may be x; null: not stored
+  float* x_out;           // [rows][width], may be x; null: not stored (nor is injected)
   const float* partials;  // [num_partials][rows][width]; num_partials 0, 1, 2, 4, 8 or 16
   int num_partials;
   const u16* post_gain;   // half [width] or null, like the other gains
@@ -35,7 +35,11 @@ struct Fold {
   float eps;
 };
 
-typedef float4 Columns[kChunks];
+typedef float4 Columns[kChunks];  // of one row, this thread's
+
+struct Gains {  // halves, this thread's columns
+  uint2 post[kChunks], loop[kChunks], out[kChunks];
+};
 
 DEVICE float4 combine(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
@@ -46,6 +50,20 @@ DEVICE void for_columns(int width, Visit visit) {
     const int column = (chunk * kFoldThreads + threadIdx.x) * 4;
     if (column < width) visit(chunk, column);
   }
+}
+
+DEVICE void load_gain(uint2 (&gain)[kChunks], const u16* from, int width) {
+  if (from)
+    for_columns(width, [&](int chunk, int column) { gain[chunk] = *reinterpret_cast<const uint2*>(from + column); });
+}
+
+// Constant: may come before dependency_wait.
+DEVICE Gains load_gains(const Fold& f) {
+  Gains gains;
+  load_gain(gains.post, f.post_gain, f.width);
+  load_gain(gains.loop, f.loop_gain, f.width);
+  load_gain(gains.out, f.out_gain, f.width);
+  return gains;
 }
 
 template <int kCount>
@@ -75,67 +93,83 @@ DEVICE void load_sums(Columns& sums, const Fold& f, int row) {
   }
 }
 
-// The same bits in every thread.  `scratch`: one float a warp, not used since the last barrier but one.
-DEVICE float sum_over_block(float value, float* scratch) {
-  for (int mask = 16; mask; mask /= 2) value += shuffle_xor(value, mask);
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+// inverse[r] = 1 / sqrt(mean(v[r]²) + eps), the same bits in every thread.  `scratch`: kFoldWarps floats a row, not in
+// use since the last barrier but one.
+template <int kRows>
+DEVICE void inverse_rms(float (&inverse)[kRows], const Columns (&v)[kRows], const Fold& f, float* scratch) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float squares = 0.0f;
+    for_columns(f.width, [&](int chunk, int) {
+      const float4 c = v[r][chunk];
+      squares = fmaf(c.w, c.w, fmaf(c.z, c.z, fmaf(c.y, c.y, fmaf(c.x, c.x, squares))));
+    });
+    for (int mask = 16; mask; mask /= 2) squares += shuffle_xor(squares, mask);
+    if (threadIdx.x % 32 == 0) scratch[r * kFoldWarps + threadIdx.x / 32] = squares;
+  }
   __syncthreads();
-  return ((scratch[0] + scratch[1]) + (scratch[2] + scratch[3])) + ((scratch[4] + scratch[5]) + (scratch[6] + scratch[7]));
-}
-
-// 1 / sqrt(mean(v²) + eps).
-DEVICE float inverse_rms(const Columns& v, const Fold& f, float* scratch) {
-  float squares = 0.0f;
-  for_columns(f.width, [&](int chunk, int) {
-    const float4 c = v[chunk];
-    squares = fmaf(c.w, c.w, fmaf(c.z, c.z, fmaf(c.y, c.y, fmaf(c.x, c.x, squares))));
-  });
-  const float mean = sum_over_block(squares, scratch) / static_cast<float>(f.width);
-  return 1.0f / sqrtf(mean + f.eps);
-}
-
-DEVICE float4 load_gain(const u16* gain, int column) {
-  const uint2 bits = *reinterpret_cast<const uint2*>(gain + column);
-  return make_float4(half_to_float(bits.x & 0xffff), half_to_float(bits.x >> 16), half_to_float(bits.y & 0xffff),
-                     half_to_float(bits.y >> 16));
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float* s = scratch + r * kFoldWarps;
+    const float sum = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+    inverse[r] = 1.0f / sqrtf(sum / static_cast<float>(f.width) + f.eps);
+  }
 }
 
 // v = rms(v) · gain.
-DEVICE void normalise(Columns& v, const u16* gain, const Fold& f, float* scratch) {
-  const float inverse = inverse_rms(v, f, scratch);
-  for_columns(f.width, [&](int chunk, int column) {
-    const float4 g = load_gain(gain, column), c = v[chunk];
-    v[chunk] = make_float4(c.x * inverse * g.x, c.y * inverse * g.y, c.z * inverse * g.z, c.w * inverse * g.w);
-  });
+template <int kRows>
+DEVICE void normalise(Columns (&v)[kRows], const uint2 (&gain)[kChunks], const Fold& f, float* scratch) {
+  float inverse[kRows];
+  inverse_rms(inverse, v, f, scratch);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+    for_columns(f.width, [&](int chunk, int) {
+      const float4 c = v[r][chunk];
+      const float i = inverse[r];
+      const uint2 g = gain[chunk];
+      v[r][chunk] = make_float4(c.x * i * half_to_float(g.x & 0xffff), c.y * i * half_to_float(g.x >> 16),
+                                c.z * i * half_to_float(g.y & 0xffff), c.w * i * half_to_float(g.y >> 16));
+    });
 }
 
 DEVICE void inject(Columns& x, const Fold& f, long long start) {
   for_columns(f.width, [&](int chunk, int column) {
     float4* injected = reinterpret_cast<float4*>(f.injected + start + column);
-    if (f.inject == kInjectStore) *injected = x[chunk];
+    if (f.inject == kInjectStore && f.x_out) *injected = x[chunk];
     x[chunk] = combine(x[chunk], f.inject == kInjectStore ? x[chunk] : *injected);
   });
 }
 
-// store(column, four halves) is called for every fourth column.  All 256 threads take part.
-template <class Store>
-DEVICE void fold_row(const Fold& f, int row, float* scratch, Store store) {
-  const long long start = static_cast<long long>(row) * f.width;
-  Columns x;
-  for_columns(f.width, [&](int chunk, int column) { x[chunk] = *reinterpret_cast<const float4*>(f.x + start + column); });
-  if (f.num_partials) {
-    Columns sums;
-    load_sums(sums, f, row);
-    if (f.post_gain) normalise(sums, f.post_gain, f, scratch);
-    for_columns(f.width, [&](int chunk, int) { x[chunk] = combine(x[chunk], sums[chunk]); });
+// Rows first_row … + kRows − 1.  store(r, column, four halves) is called for every fourth column of each.  All 256
+// threads take part.  `scratch`: kRows · kFoldScratch floats.
+template <int kRows, class Store>
+DEVICE void fold_rows(const Fold& f, const Gains& gains, int first_row, float* scratch, Store store) {
+  Columns x[kRows], sums[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float* from = f.x + static_cast<long long>(first_row + r) * f.width;
+    for_columns(f.width, [&](int chunk, int column) { x[r][chunk] = *reinterpret_cast<const float4*>(from + column); });
+    if (f.num_partials) load_sums(sums[r], f, first_row + r);
   }
-  if (f.loop_gain) normalise(x, f.loop_gain, f, scratch + kFoldWarps);
-  if (f.inject != kInjectNone) inject(x, f, start);
-  if (f.x_out)
-    for_columns(f.width, [&](int chunk, int column) { *reinterpret_cast<float4*>(f.x_out + start + column) = x[chunk]; });
-  if (f.out_gain) normalise(x, f.out_gain, f, scratch + 2 * kFoldWarps);
-  for_columns(f.width, [&](int chunk, int column) {
-    const float4 c = x[chunk];
-    store(column, make_uint2(pack_half2(c.x, c.y), pack_half2(c.z, c.w)));
-  });
+  if (f.num_partials && f.post_gain) normalise<kRows>(sums, gains.post, f, scratch);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+    if (f.num_partials) for_columns(f.width, [&](int chunk, int) { x[r][chunk] = combine(x[r][chunk], sums[r][chunk]); });
+  if (f.loop_gain) normalise<kRows>(x, gains.loop, f, scratch + kRows * kFoldWarps);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const long long start = static_cast<long long>(first_row + r) * f.width;
+    if (f.inject != kInjectNone) inject(x[r], f, start);
+    if (f.x_out)
+      for_columns(f.width, [&](int chunk, int column) {
+        *reinterpret_cast<float4*>(f.x_out + start + column) = x[r][chunk];
+      });
+  }
+  if (f.out_gain) normalise<kRows>(x, gains.out, f, scratch + 2 * kRows * kFoldWarps);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+    for_columns(f.width, [&](int chunk, int column) {
+      const float4 c = x[r][chunk];
+      store(r, column, make_uint2(pack_half2(c.x, c.y), pack_half2(c.z, c.w)));
+    });
 }

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from tinyloop_service.kernels import linear
 from tinyloop_service.kernels.cut import PARTS, Cut, Product, choose_cut
-from tinyloop_service.kernels.device import Device
+from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.match import KernelArgumentError
+from tinyloop_service.kernels.norm import Fold, InjectMode, fold_norm
 from tinyloop_service.kernels.pack import LinearKind, Pairing
 from tinyloop_service.kernels.references import linear as reference
 from tinyloop_service.kernels.references.norm import sum_tree
@@ -88,13 +89,15 @@ class Pages:
         self.cos, self.sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
         self.q = np.full((rows, num_heads * head_dim), np.nan, np.float16)
 
-    def run(self, device: Device, case: Case, y: Host, num_kv_heads: int, cut: Cut | None = None) -> tuple[Host, Host]:
+    def run(
+        self, device: Device, case: Case, y: Array | Fold, num_kv_heads: int, cut: Cut | None = None
+    ) -> tuple[Host, Host]:
         """q and the pool, as the kernel leaves them."""
         upload = device.upload
         pool, q = upload(self.pool), upload(self.q)
         paging = upload(self.position), upload(self.row_slot), upload(self.tables), 1, pool
         angles = upload(self.cos), upload(self.sin)
-        linear.linear_qkv(device, case.packed, upload(y), *paging, *angles, q, num_kv_heads=num_kv_heads, cut=cut)
+        linear.linear_qkv(device, case.packed, y, *paging, *angles, q, num_kv_heads=num_kv_heads, cut=cut)
         return device.download(q), device.download(pool)
 
 
@@ -108,7 +111,7 @@ def test_qkv(device: Device, heads: int, kv_heads: int, head_dim: int, pairing: 
     y, pages = activations(rows, 256), Pages(rows, heads, kv_heads, head_dim)
     if rows > 8:
         pages.position[3] = pages.row_slot[5] = -1  # either mark makes a padding row
-    q, pool = pages.run(device, case, y, kv_heads)
+    q, pool = pages.run(device, case, device.upload(y), kv_heads)
     expected_q, expected_pool = pages.q.copy(), pages.pool.copy()
     reference.linear_qkv(
         *(case.dense, y, pages.position, pages.row_slot, pages.tables, 1, expected_pool, pages.cos, pages.sin),
@@ -127,16 +130,16 @@ def test_qkv(device: Device, heads: int, kv_heads: int, head_dim: int, pairing: 
 
 CUTS: dict[LinearKind, list[tuple[Cut, int]]] = {  # and the rows that it takes of the batch below
     "o": [
-        (Cut(1, 1, 1, depth=3, resident=True), 1),
-        (Cut(1, 1, 1, depth=2, resident=False), 9),
-        (Cut(1, 4, 1, depth=4, resident=False), 50),
-        (Cut(2, 4, 1, depth=3, resident=False), 64),
-        (Cut(2, 8, 1, depth=3, resident=True), 8),
+        (Cut(1, 1, 1, 1, depth=3, resident=True), 1),
+        (Cut(1, 1, 1, 1, depth=2, resident=False), 9),
+        (Cut(1, 4, 1, 1, depth=4, resident=False), 50),
+        (Cut(2, 4, 1, 1, depth=3, resident=False), 64),
+        (Cut(2, 8, 1, 1, depth=3, resident=True), 8),
     ],
     "down": [
-        (Cut(1, 1, 2, depth=3, resident=True), 3),
-        (Cut(2, 4, 1, depth=3, resident=False), 40),
-        (Cut(3, 2, 2, depth=2, resident=False), 17),
+        (Cut(1, 1, 2, 1, depth=3, resident=True), 3),
+        (Cut(2, 4, 1, 1, depth=3, resident=False), 40),
+        (Cut(3, 2, 2, 1, depth=2, resident=False), 17),
     ],
 }
 
@@ -158,13 +161,63 @@ def test_a_rows_bits_do_not_depend_on_company_or_cut(device: Device, kind: Linea
 def test_pages_do_not_depend_on_company(device: Device) -> None:
     case = Case.make(device, "qkv", (128, 64, 64), 256, 128, head_dim=64)
     y, pages = activations(19, 256), Pages(19, 2, 1, 64)
-    q, pool = pages.run(device, case, y, 1, Cut(3, 1, 1, depth=2, resident=False))
+    q, pool = pages.run(device, case, device.upload(y), 1, Cut(3, 1, 1, 2, depth=2, resident=False))
     single = Pages(1, 2, 1, 64)
     single.position, single.row_slot = pages.position[18:], pages.row_slot[18:]
-    q_alone, pool_alone = single.run(device, case, y[18:], 1)
+    q_alone, pool_alone = single.run(device, case, device.upload(y[18:]), 1)
     np.testing.assert_array_equal(q_alone[0], q[18])
     written = ~np.isnan(pool_alone)
     np.testing.assert_array_equal(pool_alone[written], pool[written])
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_partials", "inject", "gains"),
+    [(1, 1, "none", ("gain",)), (3, 4, "store", ("gain", "post_gain")), (4, 0, "add", ("loop_gain",))],
+)
+def test_a_linear_that_folds_its_input_equals_fold_norm_before_it(
+    device: Device, rows: int, num_partials: int, inject: InjectMode, gains: tuple[str, ...]
+) -> None:
+    width, rng = 1152, np.random.default_rng(rows)  # more columns than one chunk; nine units in two parts
+    case = Case.make(device, "gate_up", (24, 24), width, 128)
+    x, injected = (rng.normal(size=(rows, width)).astype(np.float32) for _ in range(2))
+    added = rng.normal(size=(num_partials, rows, width)).astype(np.float32) if num_partials else None
+    common: dict[str, Any] = {name: device.upload(rng.uniform(0.5, 2, width).astype(np.float16)) for name in gains}
+    common |= {"eps": 1e-5, "inject": inject, "gain": common.get("gain")}
+
+    def run(fused: bool) -> list[Host]:
+        stream, y = device.upload(x), nan_like(device, (rows, width), np.float16)
+        partials = None if added is None else device.upload(added)
+        kept = None if inject == "none" else device.upload(injected)
+        h, out = nan_like(device, (rows, 24), np.float16), nan_like(device, (rows, width), np.float32)
+        if fused:
+            fold = Fold(x=stream, x_out=out, partials=partials, injected=kept, **common)
+            linear.linear_gate_up(device, case.packed, fold, h)
+        else:
+            fold_norm(device, stream, partials, y, injected=kept, **common)
+            linear.linear_gate_up(device, case.packed, y, h)
+        written = [h, out if fused else stream, *([] if kept is None else [kept])]
+        return [device.download(a) for a in written]
+
+    for name, apart, fused in zip(("h", "x", "injected"), run(fused=False), run(fused=True), strict=False):
+        np.testing.assert_array_equal(fused, apart, name)
+
+
+def test_pages_and_logits_of_a_folded_input(device: Device) -> None:
+    width, rng = 256, np.random.default_rng(0)
+    x, gain = rng.normal(size=(2, width)).astype(np.float32), device.upload(np.ones(width, np.float16))
+    stream, y = device.upload(x), nan_like(device, (2, width), np.float16)
+    fold_norm(device, stream, None, y, eps=1e-5, gain=gain)
+    fold = Fold(x=stream, x_out=nan_like(device, x.shape, np.float32), partials=None, eps=1e-5, gain=gain)
+
+    head = Case.make(device, "head", (50,), width, 128)
+    apart, fused = (nan_like(device, (2, 64), np.float32) for _ in range(2))
+    linear.linear_logits(device, head.packed, y, apart)
+    linear.linear_logits(device, head.packed, fold, fused)
+    np.testing.assert_array_equal(device.download(fused), device.download(apart))
+
+    qkv, pages = Case.make(device, "qkv", (128, 64, 64), width, 128, head_dim=64), Pages(2, 2, 1, 64)
+    for one, other in zip(pages.run(device, qkv, y, 1), pages.run(device, qkv, fold, 1), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_every_size_has_a_cut_that_fits() -> None:

@@ -20,9 +20,10 @@ WARPS = 8
 _KIB = 1024
 _MOST_TILES = 3
 _MOST_DEPTH = 6
+_FOLD_BYTES = 96  # of shared memory for each row that fold_row.cuh works on at a time
 _TARGET_BYTES = 16 * MOST_ROWS  # of linear_qkv: where each row's K and V go
 _RESIDENT_BYTES = 64 * _KIB  # of x in a block up to which it is loaded at once
-_SMALL_RING_BYTES = 72 * _KIB  # of weights: leaves the next kernel room to load its own
+_SMALL_RING_BYTES = 80 * _KIB  # of weights: leaves the next kernel room to load its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,15 @@ class Product:
         return -(-self.rows // 8)
 
     @property
+    def unit_blocks(self) -> int:
+        """Blocks of 64 inputs that no part of K separates."""
+        return max(1, self.group // BLOCK_INPUTS)
+
+    def most_blocks(self, num_parts: int) -> int:
+        """Blocks of 64 inputs of the longest of so many parts of K."""
+        return -(-self.num_inputs // (BLOCK_INPUTS * self.unit_blocks * num_parts)) * self.unit_blocks
+
+    @property
     def pieces(self) -> int:
         """16-byte pieces that a lane holds of one tile."""
         return 1 if self.group else 4
@@ -52,6 +62,7 @@ class Cut:
     tiles: int  # weight tiles of a warp
     warps_m: int  # the other 8 / warps_m share K
     warp_parts: int  # parts of K of a warp
+    stage_blocks: int  # blocks of 64 inputs of a stage: 1, or both of a group of 128
     depth: int  # stages of the rings, one of them being read
     resident: bool  # x is loaded at once instead of through a ring
 
@@ -62,20 +73,21 @@ class Cut:
         return -(-p.num_tiles // (self.warps_m * self.tiles)), self.num_partials(p.kind), 1
 
     def num_stages(self, p: Product) -> int:
-        """Tiles along K of the longest part."""
-        unit = max(BLOCK_INPUTS, p.group)
-        return -(-(p.num_inputs // unit) // PARTS[p.kind]) * (unit // BLOCK_INPUTS)
+        """Of the longest part."""
+        return p.most_blocks(PARTS[p.kind]) // self.stage_blocks
 
-    def shared_bytes(self, p: Product) -> int:
+    def shared_bytes(self, p: Product, fold_rows: int = 0) -> int:
         """As take_share in matmul.cuh lays it out; the sums of all warps come over it at the end."""
-        stages = self.num_stages(p)
-        slots = min(self.depth, stages)
+        slots = min(self.depth, self.num_stages(p))
         parts = WARPS // self.warps_m * self.warp_parts
-        x = parts * (stages if self.resident else slots) * p.rows * BLOCK_INPUTS * 2
-        weights = WARPS * slots * self.warp_parts * self.tiles * p.pieces * 512
-        scales = WARPS * self.warp_parts * self.tiles * (stages * BLOCK_INPUTS // p.group) * 32 if p.group else 0
+        ring_blocks = parts * slots * self.stage_blocks
+        x = (p.most_blocks(self.num_partials(p.kind)) if self.resident else ring_blocks) * p.rows * BLOCK_INPUTS * 2
+        weights = WARPS * slots * self.warp_parts * self.stage_blocks * self.tiles * p.pieces * 512
+        groups = p.most_blocks(PARTS[p.kind]) * BLOCK_INPUTS // p.group if p.group else 0
+        scales = WARPS * self.warp_parts * self.tiles * groups * 32
         sums = WARPS * self.tiles * p.row_tiles * 512
-        return max(x + weights + scales, sums) + (_TARGET_BYTES if p.kind == "qkv" else 0)
+        scratch = -(-fold_rows * _FOLD_BYTES // 256) * 256
+        return max(x + weights + scales, sums) + scratch + (_TARGET_BYTES if p.kind == "qkv" else 0)
 
     def defines(self, p: Product) -> dict[str, int]:
         return {
@@ -84,6 +96,7 @@ class Cut:
             "TL_TILES": self.tiles,
             "TL_WARPS_M": self.warps_m,
             "TL_WARP_PARTS": self.warp_parts,
+            "TL_STAGE_BLOCKS": self.stage_blocks,
             "TL_DEPTH": self.depth,
             "TL_RESIDENT": int(self.resident),
         }
@@ -102,12 +115,12 @@ def choose_cut(p: Product, *, num_sms: int, limit: int) -> Cut:
 def _candidates(p: Product) -> Iterator[Cut]:
     for warps_m, warp_parts in _shapes(p):
         for tiles in range(1, _MOST_TILES + 1):
-            whole = Cut(tiles, warps_m, warp_parts, depth=_small_depth(p, tiles * warp_parts), resident=True)
+            whole = Cut(tiles, warps_m, warp_parts, p.unit_blocks, _small_depth(p, tiles * warp_parts), resident=True)
             x_bytes = p.rows * p.num_inputs * 2 // whole.num_partials(p.kind)
             if p.row_tiles == 1 and x_bytes <= _RESIDENT_BYTES:
                 yield whole
             for depth in range(2, _MOST_DEPTH + 1):
-                yield Cut(tiles, warps_m, warp_parts, depth, resident=False)
+                yield Cut(tiles, warps_m, warp_parts, 1, depth, resident=False)
 
 
 def _shapes(p: Product) -> Iterator[tuple[int, int]]:
@@ -123,7 +136,7 @@ def _shapes(p: Product) -> Iterator[tuple[int, int]]:
 
 
 def _small_depth(p: Product, tiles: int) -> int:
-    stage_bytes = WARPS * tiles * p.pieces * 512
+    stage_bytes = WARPS * tiles * p.unit_blocks * p.pieces * 512
     return min(max(_SMALL_RING_BYTES // stage_bytes, 3), 9)
 
 

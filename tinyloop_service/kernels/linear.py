@@ -10,22 +10,27 @@ that pages, slots and positions exist.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from tinyloop_service.kernels.cut import MOST_ROWS, Cut, Product, choose_cut
 from tinyloop_service.kernels.device import Argument, Array, Device
 from tinyloop_service.kernels.match import KernelArgumentError, match
+from tinyloop_service.kernels.norm import FOLD_ROWS, Fold, num_chunks
 from tinyloop_service.kernels.pack import LinearKind, PackedLinear
 
 PAGE_TOKENS = 64
 THREADS = 256
 _QKV, _GATE_UP, _PARTIALS, _LOGITS = range(4)  # TL_EPILOGUE
+_KINDS: tuple[tuple[LinearKind, ...], ...] = (("qkv",), ("gate_up",), ("o", "down"), ("head",))
+_NO_FOLD: tuple[Argument, ...] = (*(None,) * 3, np.int32(0), *(None,) * 3, np.int32(0), None, np.float32(0))
 
 
 def linear_qkv(
     device: Device,
     packed: PackedLinear,
-    y: Array,
+    y: Array | Fold,
     position: Array,
     row_slot: Array,
     tables: Array,
@@ -41,7 +46,7 @@ def linear_qkv(
 ) -> None:
     """q = rope(Wq·y); rope(Wk·y) and Wv·y go to page tables[slot, layer, position / 64], all rounded to fp16.
 
-    y          float16 [R, K]
+    y          float16 [R, K], or the stream to make it of
     position   int32 [R]         absolute; −1: a padding row, for which nothing is written
     row_slot   int32 [R]         −1: likewise
     tables     int32 [slots, max_layers, max_blocks]
@@ -49,9 +54,10 @@ def linear_qkv(
     cos, sin   float32 [max_seq_len, D/2]
     q          float16 [R, H·D]
     """
+    source = _Input.of("linear_qkv", y)
     sizes = match(
         "linear_qkv",
-        y=(y, "float16", "R, K"),
+        {"R": source.rows},
         position=(position, "int32", "R"),
         row_slot=(row_slot, "int32", "R"),
         tables=(tables, "int32", "S, L, B"),
@@ -68,23 +74,24 @@ def linear_qkv(
     paging = (position, row_slot, tables, np.int32(layer), np.int32(sizes["L"]), np.int32(sizes["B"]), pool)
     interleaved = packed.pairing == "interleaved"
     heads = [np.int32(n) for n in (sizes["Q"] // head_dim, num_kv_heads, head_dim, interleaved)]
-    arguments: tuple[Argument, ...] = (*paging, cos, sin, q, *heads)
-    _launch(device, "linear_qkv", _QKV, ("qkv",), packed, y, arguments, cut, dependent)
+    arguments: tuple[Argument, ...] = (*source.fold, *paging, cos, sin, q, *heads)
+    _launch(device, "linear_qkv", _QKV, packed, source, arguments, cut, dependent)
 
 
 def linear_gate_up(
     device: Device,
     packed: PackedLinear,
-    y: Array,
+    y: Array | Fold,
     h: Array,
     *,
     cut: Cut | None = None,
     dependent: bool = False,
 ) -> None:
     """h = silu(Wgate·y) · (Wup·y), rounded to fp16.   y float16 [R, K], h float16 [R, F]."""
-    sizes = match("linear_gate_up", y=(y, "float16", "R, K"), h=(h, "float16", "R, F"))
+    source = _Input.of("linear_gate_up", y)
+    sizes = match("linear_gate_up", {"R": source.rows}, h=(h, "float16", "R, F"))
     _require("linear_gate_up", "columns of h", sizes["F"], packed.num_outputs // 2)
-    _launch(device, "linear_gate_up", _GATE_UP, ("gate_up",), packed, y, (h,), cut, dependent)
+    _launch(device, "linear_gate_up", _GATE_UP, packed, source, (*source.fold, h), cut, dependent)
 
 
 def linear_partials(
@@ -100,27 +107,28 @@ def linear_partials(
 
     y float16 [R, K], partials float32 [C, R, N] with C = num_partials(device, packed, R).
     """
-    form = {"y": (y, "float16", "R, K"), "partials": (partials, "float32", "C, R, N")}
-    sizes = match("linear_partials", **form)
+    source = _Input.of("linear_partials", y)
+    sizes = match("linear_partials", {"R": source.rows}, partials=(partials, "float32", "C, R, N"))
     cut = cut or cut_of(device, packed, sizes["R"])
     _require("linear_partials", "columns of partials", sizes["N"], packed.num_padded)
     _require("linear_partials", "number of partials", sizes["C"], cut.num_partials(packed.kind))
-    _launch(device, "linear_partials", _PARTIALS, ("o", "down"), packed, y, (partials,), cut, dependent)
+    _launch(device, "linear_partials", _PARTIALS, packed, source, (partials,), cut, dependent)
 
 
 def linear_logits(
     device: Device,
     packed: PackedLinear,
-    y: Array,
+    y: Array | Fold,
     logits: Array,
     *,
     cut: Cut | None = None,
     dependent: bool = False,
 ) -> None:
     """logits = W·y.   y float16 [R, K], logits float32 [R, V rounded up to 16]; the columns from V on are zeros."""
-    sizes = match("linear_logits", y=(y, "float16", "R, K"), logits=(logits, "float32", "R, N"))
+    source = _Input.of("linear_logits", y)
+    sizes = match("linear_logits", {"R": source.rows}, logits=(logits, "float32", "R, N"))
     _require("linear_logits", "columns of logits", sizes["N"], packed.num_padded)
-    _launch(device, "linear_logits", _LOGITS, ("head",), packed, y, (logits,), cut, dependent)
+    _launch(device, "linear_logits", _LOGITS, packed, source, (*source.fold, logits), cut, dependent)
 
 
 def num_partials(device: Device, packed: PackedLinear, rows: int) -> int:
@@ -139,31 +147,52 @@ def product_of(packed: PackedLinear, rows: int) -> Product:
     return Product(packed.kind, packed.num_tiles, packed.num_inputs, packed.group, rows)
 
 
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """What a linear multiplies: y, or the stream that it makes y of."""
+
+    rows: int
+    width: int
+    y: Array | None
+    fold: tuple[Argument, ...]
+    defines: dict[str, int]
+
+    @classmethod
+    def of(cls, name: str, y: Array | Fold) -> _Input:
+        if not isinstance(y, Fold):
+            sizes = match(name, y=(y, "float16", "R, K"))
+            return cls(sizes["R"], sizes["K"], y, _NO_FOLD, {})
+        sizes = y.check(name)
+        rows, width = sizes["R"], sizes["W"]
+        if rows > FOLD_ROWS:
+            raise KernelArgumentError(f"{name}: {rows} rows to fold, expected at most {FOLD_ROWS}")
+        return cls(rows, width, None, y.arguments(sizes["C"]), {"TL_FOLD_ROWS": rows, "TL_CHUNKS": num_chunks(width)})
+
+
 def _launch(
     device: Device,
     name: str,
     epilogue: int,
-    kinds: tuple[LinearKind, ...],
     packed: PackedLinear,
-    y: Array,
+    source: _Input,
     arguments: tuple[Argument, ...],
     cut: Cut | None,
     dependent: bool,
 ) -> None:
+    kinds = _KINDS[epilogue]
     if packed.kind not in kinds:
         raise KernelArgumentError(f"{name}: packed is {packed.kind!r}, expected {' or '.join(map(repr, kinds))}")
-    rows = int(y.shape[0])
-    _require(name, "columns of y", int(y.shape[1]), packed.num_inputs)
-    cut = cut or cut_of(device, packed, rows)
-    product = product_of(packed, rows)
-    kernel = device.kernel("linear", name, TL_EPILOGUE=epilogue, **cut.defines(product))
-    sizes = map(np.int32, (rows, packed.num_tiles, packed.num_inputs, packed.keep))
+    _require(name, "columns of y", source.width, packed.num_inputs)
+    cut = cut or cut_of(device, packed, source.rows)
+    product = product_of(packed, source.rows)
+    kernel = device.kernel("linear", name, TL_EPILOGUE=epilogue, **cut.defines(product), **source.defines)
+    sizes = [np.int32(n) for n in (source.rows, packed.num_tiles, packed.num_inputs, packed.keep)]
     device.launch(
         kernel,
         cut.grid(product),
         THREADS,
-        (packed.weights, packed.scales, y, *sizes, *arguments),
-        shared_bytes=cut.shared_bytes(product),
+        (packed.weights, packed.scales, source.y, *sizes, *arguments),
+        shared_bytes=cut.shared_bytes(product, source.defines.get("TL_FOLD_ROWS", 0)),
         dependent=dependent,
     )
 
