@@ -64,16 +64,17 @@ struct QueryPieces {
 };
 
 // Asks for everything in `sight`; what lies outside reads as zeros, whose weight is an exact zero.
-DEVICE void load_page(PagePieces& page, const Unit& unit, Sight sight) {
+DEVICE void load_page(PagePieces& page, const Unit& unit, Sight sight, const Lists& lists) {
+  const u16 *keys = keys_of(unit, lists), *values = values_of(unit, lists);
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     const int token = token_of_column(warp, u, g);
-    const uint4* row = reinterpret_cast<const uint4*>(unit.keys + token * kHeadDim) + t;
+    const uint4* row = reinterpret_cast<const uint4*>(keys + token * kHeadDim) + t;
 #pragma unroll
     for (int j = 0; j < kDimPieces; ++j) page.keys[u][j] = load_stream_if(row + 4 * j, sees(sight, token));
   }
-  const uint4* rows = reinterpret_cast<const uint4*>(unit.values + (warp * kWarpDims + g) * kPageTokens) + t;
+  const uint4* rows = reinterpret_cast<const uint4*>(values + (warp * kWarpDims + g) * kPageTokens) + t;
 #pragma unroll
   for (int j = 0; j < kTokenPieces; ++j) {
     const int token = 32 * j + 8 * t;
@@ -84,26 +85,33 @@ DEVICE void load_page(PagePieces& page, const Unit& unit, Sight sight) {
 }
 
 // The same to L2, by sectors of 16 elements.
-DEVICE void prefetch_page(const Unit& unit, Sight sight) {
+DEVICE void prefetch_page(const Unit& unit, Sight sight, const Lists& lists) {
+  const u16 *keys = keys_of(unit, lists), *values = values_of(unit, lists);
 #pragma unroll 1
   for (int i = threadIdx.x; i < kHeadElements / 16; i += kThreads) {
     const int token = 16 * (i % (kPageTokens / 16));
-    if (sees(sight, i / (kHeadDim / 16))) prefetch_l2(unit.keys + 16 * i);
-    if (token < sight.end && token + 16 > sight.begin) prefetch_l2(unit.values + 16 * i);
+    if (sees(sight, i / (kHeadDim / 16))) prefetch_l2(keys + 16 * i);
+    if (token < sight.end && token + 16 > sight.begin) prefetch_l2(values + 16 * i);
   }
 }
 
+// Where rows g and g + 8 of a tile begin in q.
+struct QueryOffsets {
+  int low, high;
+};
+
+DEVICE QueryOffsets query_offsets(int tile, const Unit& unit, const Lists& lists) {
+  const int g = threadIdx.x % 32 / 4;
+  const Query low = query_of(tile, g, unit, lists), high = query_of(tile, g + 8, unit, lists);
+  return {(low.row * lists.num_heads + low.head) * kHeadDim, (high.row * lists.num_heads + high.head) * kHeadDim};
+}
+
 // Warp j asks for pieces 4·j .. 4·j + 3 of each row.
-DEVICE QueryPieces load_queries(const u16* q, int tile, const Unit& unit, const Lists& lists) {
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  QueryPieces pieces = {};
-  if (warp < kDimPieces) {
-    const Query low = query_of(tile, g, unit, lists), high = query_of(tile, g + 8, unit, lists);
-    const u16* lane_q = q + 32 * warp + 8 * t;
-    pieces.low = load_piece(lane_q + (low.row * lists.num_heads + low.head) * kHeadDim);
-    pieces.high = load_piece(lane_q + (high.row * lists.num_heads + high.head) * kHeadDim);
-  }
-  return pieces;
+DEVICE QueryPieces load_queries(const u16* q, QueryOffsets offsets) {
+  const int warp = threadIdx.x / 32, t = threadIdx.x % 4;
+  if (warp >= kDimPieces) return {};
+  const u16* lane_q = q + 32 * warp + 8 * t;
+  return {load_piece(lane_q + offsets.low), load_piece(lane_q + offsets.high)};
 }
 
 DEVICE void publish_queries(Exchange& exchange, const QueryPieces& pieces) {
@@ -241,13 +249,13 @@ DEVICE void store_partials(const Partials& partials, int tile, const Unit& unit,
 }
 
 // All query tiles of a unit.
-DEVICE void attend(const Partials& partials, Exchange& exchange, const u16* q, const Unit& unit, const Lists& lists,
-                   const Batch& batch, const PagePieces& page, float scale) {
-  QueryPieces queries = load_queries(q, 0, unit, lists);
+DEVICE void attend(const Partials& partials, Exchange& exchange, const u16* q, QueryOffsets first, const Unit& unit,
+                   const Lists& lists, const Batch& batch, const PagePieces& page, float scale) {
+  QueryPieces queries = load_queries(q, first);
   for (int tile = 0; tile * kTileEntries < unit.num_entries; ++tile) {
     publish_queries(exchange, queries);
     __syncthreads();
-    queries = load_queries(q, tile + 1, unit, lists);
+    queries = load_queries(q, query_offsets(tile + 1, unit, lists));
     publish_weights(exchange, tile, unit, lists, batch, page, scale);
     __syncthreads();
     store_partials(partials, tile, unit, lists, exchange, page);
@@ -257,6 +265,7 @@ DEVICE void attend(const Partials& partials, Exchange& exchange, const u16* q, c
 // The same for a page that none of the rows has come to: o = 0, m = −inf, l = 0.
 DEVICE void store_unseen(const Partials& partials, const Unit& unit, const Lists& lists) {
   constexpr int kPieces = kHeadDim / 4;
+#pragma unroll 1
   for (int i = threadIdx.x; i < unit.num_entries * kQueriesPerKv * kPieces; i += kThreads) {
     const uint2 entry = lists.entries[unit.first_entry + i / kPieces / kQueriesPerKv];
     const int head = static_cast<int>(blockIdx.x) * kQueriesPerKv + i / kPieces % kQueriesPerKv;
@@ -287,19 +296,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const UnitSight sight = sight_of_unit(unit, lists, batch);
     const bool is_first = progress.index == static_cast<int>(blockIdx.y);
     if (is_first && !sight.settled) {
-      prefetch_page(unit, sight.any);
+      prefetch_page(unit, sight.any, lists);
       dependency_wait();
     }
     PagePieces page;
-    load_page(page, unit, sight.any);
+    load_page(page, unit, sight.any, lists);
     const int next = progress.index + gridDim.y;
     if (next < progress.num_items) {
       const Unit next_unit = read_unit(items[next], lists);
-      prefetch_page(next_unit, sight_of_unit(next_unit, lists, batch).any);
+      prefetch_page(next_unit, sight_of_unit(next_unit, lists, batch).any, lists);
     }
+    const QueryOffsets first_queries = query_offsets(0, unit, lists);
     if (is_first) dependency_wait();
     if (sight.any.end > 0)
-      attend(partials, exchange, q, unit, lists, batch, page, scale);
+      attend(partials, exchange, q, first_queries, unit, lists, batch, page, scale);
     else
       store_unseen(partials, unit, lists);
     if (threadIdx.x == 0) completed.count = 0;

@@ -34,7 +34,7 @@ struct Progress {
 
 struct Unit {
   int block, first_entry, num_entries;
-  const u16 *keys, *values;  // of this head in the page: [64][D], [D][64]
+  int page;  // not yet its address: nothing waits for it while the entries are read
 };
 
 // What the unit's rows see of its page together; settled: none of their tokens of this step lies in it.
@@ -64,10 +64,16 @@ DEVICE void advance(Progress& progress, const Lists& lists) {
 }
 
 DEVICE Unit read_unit(int4 item, const Lists& lists) {
-  const int kv_head = blockIdx.x;
-  const int page = lists.tables[item.x * lists.table_stride + item.y];
-  return {item.y, item.z, item.w, page_keys(lists.pool, page, kv_head, lists.num_kv_heads),
-          page_values(lists.pool, page, kv_head, lists.num_kv_heads)};
+  return {item.y, item.z, item.w, lists.tables[item.x * lists.table_stride + item.y]};
+}
+
+// K [64][D] and Vᵀ [D][64] of the block's head.
+DEVICE const u16* keys_of(const Unit& unit, const Lists& lists) {
+  return page_keys(lists.pool, unit.page, blockIdx.x, lists.num_kv_heads);
+}
+
+DEVICE const u16* values_of(const Unit& unit, const Lists& lists) {
+  return page_values(lists.pool, unit.page, blockIdx.x, lists.num_kv_heads);
 }
 
 DEVICE UnitSight sight_of_unit(const Unit& unit, const Lists& lists, const Batch& batch) {
