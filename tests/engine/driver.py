@@ -35,6 +35,7 @@ class Driver:
         self.engine, self.loops, self._limits = engine, loops, engine.limits
         self._free = list(range(engine.limits.num_pages))
         self._released: list[int] = []
+        self._dropped: list[int] = []  # by the plan in the making, which may still read them
         self._next, self._number = 0, 0
         self._open: list[Open] = []
         self._extend: list[Extend] = []
@@ -52,7 +53,9 @@ class Driver:
             clone=tuple(self._clone),
             **fields,  # type: ignore[arg-type]
         )
-        self._released, self._open, self._extend, self._clone = [], [], [], []
+        self._released, self._dropped = self._dropped, []
+        self._free.extend(self._released)
+        self._open, self._extend, self._clone = [], [], []
         for row in self.engine.step(plan).rows:
             logprobs = row.logprobs or (None,) * len(row.tokens)
             self.drawn.setdefault(row.seq, []).extend(zip(row.tokens, logprobs, strict=True))
@@ -105,7 +108,7 @@ class Driver:
         first = min(first, max(held.blocks, default=0))
         gone = [i for i in held.blocks if i < first]
         for i in gone:
-            self._give_back(held.blocks.pop(i))
+            self._dropped.extend(held.blocks.pop(i))
         return (Drop(held.id, first),) if gone else ()
 
     def _give_back(self, block: tuple[int, ...]) -> None:
