@@ -177,6 +177,16 @@ def test_a_tiny_temperature_is_argmax_and_a_huge_one_is_uniform(device: Device, 
         assert abs(int(np.flatnonzero(falling == drawn.token)[0]) / size - uniform(0, 0, row.position)) < 2e-3
 
 
+@pytest.mark.parametrize("size", [4, 1000, 6000])
+def test_top_p_of_equals_keeps_exactly_its_share(device: Device, size: int) -> None:
+    """The likelier ones have reached 0.5 before element size / 2, so it is out; noise near 1 draws the last kept."""
+    logits, sampling = np.zeros(size, np.float32), Sampling(temperature=1.0, top_k=0, top_p=0.5, seed=11)
+    noise = [uniform(11, 0, position) for position in range(20000)]
+    positions = np.argsort(noise)[-4:].tolist()  # the largest: within 1e-3 of 1
+    for position, drawn in zip(positions, draw(device, *(Row(logits, sampling, p) for p in positions)), strict=True):
+        assert drawn.token == int(noise[position] * (size // 2)) < size // 2
+
+
 def test_off_values_are_off(device: Device) -> None:
     base = Sampling(temperature=1.0, top_k=0, seed=3)
     rows = [
