@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,30 @@ class Drawn:
     token: int
     logprobs: tuple[float, ...] = ()  # the token's, then the top's
     top: tuple[int, ...] = ()
+
+
+def logits_of(seed: int, size: int = 1013, spread: float = 2.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(size) * spread).astype(np.float32)
+
+
+def random_row(rng: np.random.Generator, size: int, spread: float) -> Row:
+    def one_of(*values):  # type: ignore[no-untyped-def]
+        return values[rng.integers(len(values))]
+
+    sampling = Sampling(
+        temperature=one_of(0.0, 1e-6, 0.3, 1.0, 1.0, 3.0),
+        top_k=one_of(0, 0, 1, 2, 50, 50, 300, 3000, size - 1, size, size + 1, 10**9),
+        top_p=one_of(1e-6, 0.3, 0.95, 1.0, 1.0),
+        min_p=one_of(0.0, 0.0, 0.02, 1.0),
+        repetition_penalty=one_of(1.0, 1.0, 0.7, 1.5),
+        logit_bias=one_of((), (), ((3, 5.0), (size - 1, -100.0)), ((3, 1.0), (3, 2.0)), ((0, 1e6),), ((0, -1e6),)),
+        logprobs=one_of(0, 1, 20),
+        seed=int(rng.integers(2**64, dtype=np.uint64)),
+        choice=int(rng.integers(16)),
+    )
+    sampling = replace(sampling, logit_bias=tuple((token % size, value) for token, value in sampling.logit_bias))
+    logits = np.round(rng.standard_normal(size) * spread, 2).astype(np.float32)  # rounded: ties abound
+    return Row(logits, sampling, int(rng.integers(2**31 - 2)), tuple({0, size // 2, size - 1}))
 
 
 class Batch:

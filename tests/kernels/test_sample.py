@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sampling_rows import Batch, Drawn, Row, allowed, draw, draw_one
+from sampling_rows import Batch, Drawn, Row, allowed, draw, draw_one, logits_of, random_row
 
 from tinyloop_service.engine import reference as book
 from tinyloop_service.engine.noise import uniform
@@ -20,30 +20,6 @@ from tinyloop_service.types import Sampling
 VOCAB = 1013  # one chunk, listed whole; not a multiple of 4
 LONG = 5003  # three chunks; only a head of it is listed
 LOGPROB_ATOL = 2e-6  # float32 of numbers down to −32 (2^-20), and 2^-23 of the mass
-
-
-def logits_of(seed: int, size: int = VOCAB, spread: float = 2.0) -> np.ndarray:
-    return (np.random.default_rng(seed).standard_normal(size) * spread).astype(np.float32)
-
-
-def random_row(rng: np.random.Generator, size: int, spread: float) -> Row:
-    def one_of(*values):  # type: ignore[no-untyped-def]
-        return values[rng.integers(len(values))]
-
-    sampling = Sampling(
-        temperature=one_of(0.0, 1e-6, 0.3, 1.0, 1.0, 3.0),
-        top_k=one_of(0, 0, 1, 2, 50, 50, 300, 3000, size - 1, size, size + 1, 10**9),
-        top_p=one_of(1e-6, 0.3, 0.95, 1.0, 1.0),
-        min_p=one_of(0.0, 0.0, 0.02, 1.0),
-        repetition_penalty=one_of(1.0, 1.0, 0.7, 1.5),
-        logit_bias=one_of((), (), ((3, 5.0), (size - 1, -100.0)), ((3, 1.0), (3, 2.0)), ((0, 1e6),), ((0, -1e6),)),
-        logprobs=one_of(0, 1, 20),
-        seed=int(rng.integers(2**64, dtype=np.uint64)),
-        choice=int(rng.integers(16)),
-    )
-    sampling = replace(sampling, logit_bias=tuple((token % size, value) for token, value in sampling.logit_bias))
-    logits = np.round(rng.standard_normal(size) * spread, 2).astype(np.float32)  # rounded: ties abound
-    return Row(logits, sampling, int(rng.integers(2**31 - 2)), tuple({0, size // 2, size - 1}))
 
 
 # --- against the book
