@@ -25,6 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 KERNELS = next(p for p in (PACKAGE / "kernels_cu", PACKAGE.parent / "kernels_cu") if p.is_dir())
 OPTIONS = (
     "--std=c++20",
+    "--device-as-default-execution-space",
     "--fmad=false",  # a·b + c is fused only where a kernel says so: bits do not depend on the variant compiled
     "--generate-line-info",  # for profilers and sanitizers; the code stays the same
 )
@@ -56,21 +57,27 @@ class KernelBuilder:
         name = self._name(stem, defines)
         if self._precompiled is not None and (self._precompiled / name).is_file():
             return self._precompiled / name
-        directory = self._cache / f"nvrtc-{'.'.join(map(str, _nvrtc_version()))}"
-        if not (directory / name).is_file():
-            _write(directory / name, self.compile(stem, defines))
-        return directory / name
+        path = self._cache / f"nvrtc-{'.'.join(map(str, _nvrtc_version()))}" / name
+        return path if path.is_file() else _keep(path, self.compile(stem, defines))
 
     def compile(self, stem: str, defines: Mapping[str, int]) -> bytes:
         """The cubin itself, made now."""
         source = (self._sources / f"{stem}.cu").read_bytes()
-        return compile_cubin(source, f"{stem}.cu", [f"--gpu-architecture={self._arch}", *_options(defines)])
+        return compile_cubin(source, f"{stem}.cu", options_for(_known(self._arch), defines, self._sources))
 
     def _name(self, stem: str, defines: Mapping[str, int]) -> str:
-        digest = hashlib.sha256("\0".join(_defines(defines) + list(OPTIONS)).encode())
-        digest.update((self._sources / f"{stem}.cu").read_bytes())
-        digest.update(_headers_digest())
+        """Paths are left out of the digest: a cubin made on one machine is found on another."""
+        headers = {path.name: path for folder in _headers(self._sources) for path in sorted(folder.glob("*.cuh"))}
+        digest = hashlib.sha256("\0".join([*OPTIONS, *_defines(defines)]).encode())
+        for path in (self._sources / f"{stem}.cu", *headers.values()):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return f"{stem}-{self._arch}-{digest.hexdigest()[:20]}.cubin"
+
+
+def options_for(arch: str, defines: Mapping[str, int], sources: Path = KERNELS) -> list[str]:
+    """All that NVRTC is told."""
+    includes = [f"--include-path={folder}" for folder in _headers(sources)]
+    return [f"--gpu-architecture={arch}", *OPTIONS, *includes, *_defines(defines)]
 
 
 def compile_cubin(source: bytes, name: str, options: list[str]) -> bytes:
@@ -83,9 +90,8 @@ def compile_cubin(source: bytes, name: str, options: list[str]) -> bytes:
         if status:
             log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
             nvrtc.nvrtcGetProgramLog(program, log)
-            raise KernelBuildError(
-                f"{name} does not compile with {' '.join(options)}:\n{log.rstrip(bytes(1)).decode()}"
-            )
+            text = log.rstrip(bytes(1)).decode()
+            raise KernelBuildError(f"{name} does not compile with {' '.join(options)}:\n{text}")
         cubin = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
         nvrtc.nvrtcGetCUBIN(program, cubin)
         return bytes(cubin)
@@ -93,20 +99,34 @@ def compile_cubin(source: bytes, name: str, options: list[str]) -> bytes:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _options(defines: Mapping[str, int]) -> list[str]:
-    return [*OPTIONS, f"--include-path={KERNELS / 'include'}", *_defines(defines)]
+def _known(arch: str) -> str:
+    """`arch`, or where the compiler is too old for it, the newest one before it whose code runs on it."""
+    generation, minor = divmod(int(arch.removeprefix("sm_").rstrip("a")), 10)
+    numbers = _checked(_nvrtc().nvrtcGetSupportedArchs())
+    older = [n for n in numbers if n // 10 == generation and n % 10 <= minor]
+    if not older:
+        version = ".".join(map(str, _nvrtc_version()))
+        raise KernelBuildError(f"NVRTC {version} does not compile for {arch}: a newer one is needed")
+    return arch if max(older) % 10 == minor else f"sm_{max(older)}"
+
+
+def _headers(sources: Path) -> list[Path]:
+    return list(dict.fromkeys((sources / "include", KERNELS / "include")))
 
 
 def _defines(defines: Mapping[str, int]) -> list[str]:
     return [f"-D{name}={value}" for name, value in sorted(defines.items())]
 
 
-@functools.cache
-def _headers_digest() -> bytes:
-    digest = hashlib.sha256()
-    for path in sorted((KERNELS / "include").glob("*.cuh")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.digest()
+def _keep(path: Path, cubin: bytes) -> Path:
+    """Written to path, or to a temporary directory where that cannot be; the path of the file."""
+    try:
+        _write(path, cubin)
+        return path
+    except OSError:
+        elsewhere = Path(tempfile.mkdtemp(prefix="tinyloop-kernels-")) / path.name
+        _write(elsewhere, cubin)
+        return elsewhere
 
 
 def _write(path: Path, cubin: bytes) -> None:
