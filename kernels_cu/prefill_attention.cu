@@ -5,15 +5,21 @@
 //   q        fp16   [T][H·D]                   turned by RoPE
 //   pool     fp16   [num_pages][2·G·64·D]      pages (attention.cuh); the tokens' own K and V are in them
 //   tables   int32  [slots][max_layers][max_blocks]   page of a sequence's 64-token block
-//   tiles    int32  [N][6]                     slot, first row of q, rows 1..64, position of the first, window, 0
+//   tiles    int32  [N][6]                     slot, first row of q, rows 1..64, position of the first, window, shared
+//   token_slot, token_position  int32 [T]      of each row of q; read for tiles with shared > 0 only
 //   a        fp16   [T][H·D]                   rows of no tile are not written
-//   layer, H, G, max_layers, max_blocks; scale = log2(e)/√D.   D is 64 or 128; H/G ≤ 16; 16-byte alignment.
+//   table_offset = layer·max_blocks, table_stride = max_layers·max_blocks; scale = log2(e)/√D
+//   D is 64 or 128; H/G ≤ 16; 16-byte alignment.
 //   A token at position x sees p iff p ≤ x and (window = 0 or p > x − window).
 //
-// A block is a tile and a head: 4 warps of 16 queries, which go through the tile's pages in order, K and V of the next
-// page on their way to shared memory while this one is attended.  Online softmax: per query the state o, sum, top.  A
-// page of which a query sees nothing leaves the bits of its state alone (factor 1, weights 0), so they depend on the
-// query and its pages only: not on how the prompt was cut, nor on which queries are its neighbours.
+// A tile with shared = 0 is neighbouring tokens of one sequence.  With shared > 0 it is the tokens of several, one after
+// the other, whose tables name the same pages for the first `shared` blocks, and whose tokens all lie behind these.
+//
+// A block is a tile and a head: 4 warps of 16 queries, which go through the tile's pages, first those that all share,
+// then each sequence's own, K and V of the next page on their way to shared memory while this one is attended.  Online
+// softmax: per query the state o, sum, top.  A page of which a query sees nothing leaves the bits of its state alone
+// (factor 1, weights 0), so they depend on the query and its pages only: not on how the prompt was cut, nor on which
+// queries are its neighbours.
 //
 // fp32: scores, exponents, state.  fp16: the weights that multiply V (relative to the largest so far), and a.  Bytes:
 // per tile and head (2·rows + 2·pages·64)·D·2, from L2 after the first tile of a sequence.
@@ -26,9 +32,21 @@ constexpr int kGroup = 4;                   // pieces of K or V in registers at 
 constexpr int kRowPieces = kHeadDim / 8;    // 16-byte pieces of a K row
 constexpr int kHeadPieces = kHeadElements / 8;
 constexpr int kStages = 2;
+constexpr int kTileRows = 16 * kWarps;
+constexpr int kNoBlock = 1 << 24, kFarPosition = 1 << 30;
 
 struct Tile {
-  int slot, first_row, num_rows, position, window;
+  int slot, first_row, num_rows, position, window, shared;
+};
+
+// The tile's rows, in shared memory.
+struct Rows {
+  int slot[kTileRows], position[kTileRows];
+};
+
+// The rows first .. end − 1 attend a block of a slot's table; the blocks before end_block follow.
+struct Step {
+  int first, end, slot, block, end_block;
 };
 
 // K and V of one head in a page, in shared memory.
@@ -40,7 +58,7 @@ struct Stage {
 // A lane's part of its warp's 16 queries: rows g and g + 8.
 struct Queries {
   uint4 pieces[2][kDimPieces];
-  int position[2];  // −1: no query
+  int position[2];  // −1: none, or not among the rows that attend
 };
 
 struct State {
@@ -54,7 +72,7 @@ DEVICE int swizzled(int row, int piece, int row_pieces) { return row * row_piece
 
 DEVICE Tile read_tile(const i32* tiles, int n) {
   const i32* tile = tiles + 6 * n;
-  return {tile[0], tile[1], tile[2], tile[3], tile[4]};
+  return {tile[0], tile[1], tile[2], tile[3], tile[4], tile[5]};
 }
 
 // Starts the copy of a page's K and V of a head; one group.
@@ -75,12 +93,65 @@ DEVICE void load_queries(Queries& queries, const u16* q, const Tile& tile, int h
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = 16 * warp + g + 8 * half;
-    const bool exists = i < tile.num_rows;
     const u16* row = q + (static_cast<u64>(tile.first_row + i) * num_heads + head) * kHeadDim;
-    queries.position[half] = exists ? tile.position + i : -1;
 #pragma unroll
-    for (int j = 0; j < kDimPieces; ++j) queries.pieces[half][j] = exists ? load_piece(row + 32 * j + 8 * t) : no_piece();
+    for (int j = 0; j < kDimPieces; ++j)
+      queries.pieces[half][j] = i < tile.num_rows ? load_piece(row + 32 * j + 8 * t) : no_piece();
   }
+}
+
+DEVICE void read_rows(Rows& rows, const Tile& tile, const i32* token_slot, const i32* token_position) {
+  const int i = threadIdx.x;
+  if (i >= tile.num_rows) return;
+  rows.slot[i] = tile.shared > 0 ? token_slot[tile.first_row + i] : tile.slot;
+  rows.position[i] = tile.shared > 0 ? token_position[tile.first_row + i] : tile.position + i;
+}
+
+// The blocks from first_block on that any of the rows first .. end − 1 sees, and none from end_block on.
+DEVICE Step step_of(const Rows& rows, int first, int end, int first_block, int end_block, int window) {
+  const int lane = threadIdx.x % 32;
+  int lowest = rows.position[first], highest = lowest;
+  for (int i = first + lane; i < end; i += 32) {
+    lowest = min(lowest, rows.position[i]);
+    highest = max(highest, rows.position[i]);
+  }
+  lowest = reduce_min(lowest);
+  if (window > 0) first_block = max(first_block, (lowest - window + 1) / kPageTokens);
+  return {first, end, rows.slot[first], first_block, min(end_block, reduce_max(highest) / kPageTokens + 1)};
+}
+
+// One past the last row of the sequence that row `first` is of.
+DEVICE int end_of_sequence(const Rows& rows, const Tile& tile, int first) {
+  const int lane = threadIdx.x % 32;
+  u32 differ = 0;
+  int end = first;
+  do {
+    const int i = end + lane;
+    differ = ballot(i >= tile.num_rows || rows.slot[i] != rows.slot[first]);
+    end += differ ? __ffs(static_cast<int>(differ)) - 1 : 32;
+  } while (!differ);
+  return end;
+}
+
+// The own pages of the sequence of row `first`.
+DEVICE Step own_step(const Rows& rows, const Tile& tile, int first) {
+  return step_of(rows, first, end_of_sequence(rows, tile, first), tile.shared, kNoBlock, tile.window);
+}
+
+DEVICE Step first_step(const Rows& rows, const Tile& tile) {
+  if (tile.shared == 0) return step_of(rows, 0, tile.num_rows, 0, kNoBlock, tile.window);
+  const Step shared = step_of(rows, 0, tile.num_rows, 0, tile.shared, tile.window);
+  return shared.block < shared.end_block ? shared : own_step(rows, tile, 0);
+}
+
+// The next page; false: that was the last.  Own pages come after the shared ones, sequence by sequence.
+DEVICE bool advance(Step& step, const Rows& rows, const Tile& tile) {
+  if (++step.block < step.end_block) return true;
+  if (tile.shared == 0) return false;
+  const int first = step.end_block <= tile.shared ? 0 : step.end;
+  if (first == tile.num_rows) return false;
+  step = own_step(rows, tile, first);
+  return true;
 }
 
 // scores[s][u] of the warp's queries against the page: tile u of step s (attention.cuh).
@@ -190,11 +261,23 @@ struct WarpSight {
   int any_begin, any_end, all_begin, all_end;
 };
 
-DEVICE WarpSight sight_of_warp(const Tile& tile) {
-  const int warp = threadIdx.x / 32;
-  const int first = tile.position + 16 * warp, last = tile.position + min(16 * warp + 15, tile.num_rows - 1);
-  if (16 * warp >= tile.num_rows) return {0, 0, 0, 0};
-  return {tile.window > 0 ? first - tile.window + 1 : 0, last + 1, tile.window > 0 ? last - tile.window + 1 : 0, first + 1};
+// Lets the rows of a step attend, and no others.
+DEVICE WarpSight select_rows(Queries& queries, const Step& step, const Rows& rows, const Tile& tile) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  int lowest = kFarPosition, highest = -1, least = kFarPosition;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = 16 * warp + g + 8 * half;
+    const bool attends = i >= step.first && i < step.end;
+    const int position = attends ? rows.position[i] : -1;
+    queries.position[half] = position;
+    highest = max(highest, position);
+    if (attends) lowest = min(lowest, position);
+    if (i < tile.num_rows) least = min(least, position);
+  }
+  lowest = reduce_min(lowest), highest = reduce_max(highest), least = reduce_min(least);
+  const int any_begin = tile.window > 0 ? lowest - tile.window + 1 : 0;
+  return {any_begin, highest + 1, tile.window > 0 ? highest - tile.window + 1 : 0, least + 1};
 }
 
 DEVICE void attend(State& state, const Queries& queries, const Stage& stage, const WarpSight& sight, int window, int block,
@@ -223,34 +306,46 @@ DEVICE void store(u16* a, const State& state, const Tile& tile, int head, int nu
   }
 }
 
+// Which (tile, head) a block takes, from the one with most pages on.  An SM gets its first block out of the first
+// num_sms, its second out of the next: these in reverse, so that the pages of the two add up alike everywhere.
+DEVICE int rank_of_block(int num_sms) {
+  const int n = blockIdx.x, end = min(static_cast<int>(gridDim.x), 2 * num_sms);
+  return n < num_sms || n >= end ? n : num_sms + end - 1 - n;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    prefill_attention(const u16* q, const u16* pool, const i32* tables, const i32* tiles, u16* a, i32 layer,
-                      i32 num_heads, i32 num_kv_heads, i32 max_layers, i32 max_blocks, float scale) {
+    prefill_attention(const u16* q, const u16* pool, const i32* tables, const i32* tiles, const i32* token_slot,
+                      const i32* token_position, u16* a, i32 table_offset, i32 table_stride, i32 num_tiles,
+                      i32 num_heads, i32 num_kv_heads, i32 num_sms, float scale) {
   DYNAMIC_SHARED(shared);
   Stage* stages = reinterpret_cast<Stage*>(shared);
-  const int head = blockIdx.x, kv_head = head / kQueriesPerKv;
+  Rows& rows = *reinterpret_cast<Rows*>(shared + kStages * sizeof(Stage));
+  const int rank = rank_of_block(num_sms), head = rank % num_heads, kv_head = head / kQueriesPerKv;
   dependency_wait();
   dependency_launch();
-  const Tile tile = read_tile(tiles, gridDim.y - 1 - blockIdx.y);
-  const i32* pages = tables + (tile.slot * max_layers + layer) * max_blocks;
-  const int first_block = tile.window > 0 ? max(tile.position - tile.window + 1, 0) / kPageTokens : 0;
-  const int last_block = (tile.position + tile.num_rows - 1) / kPageTokens;
-  copy_page(stages[0], pool, pages[first_block], kv_head, num_kv_heads);
-  int next_page = first_block < last_block ? pages[first_block + 1] : 0;
-
+  const Tile tile = read_tile(tiles, num_tiles - 1 - rank / num_heads);
+  read_rows(rows, tile, token_slot, token_position);
   Queries queries;
   load_queries(queries, q, tile, head, num_heads);
-  const WarpSight sight = sight_of_warp(tile);
+  __syncthreads();
+
+  const i32* pages = tables + table_offset;
+  Step step = first_step(rows, tile), next = step;
+  copy_page(stages[0], pool, pages[step.slot * table_stride + step.block], kv_head, num_kv_heads);
+  bool more = advance(next, rows, tile);
+  int next_page = more ? pages[next.slot * table_stride + next.block] : 0;
+  WarpSight sight = select_rows(queries, step, rows, tile);
   State state = {{}, {minus_infinity(), minus_infinity()}, {0.0f, 0.0f}};
-  for (int block = first_block; block <= last_block; ++block) {
-    const int turn = block - first_block;
+  for (int turn = 0;; ++turn) {
     cp_async_wait<0>();
     __syncthreads();  // this page is here for all, and nobody still reads the one before
-    if (block < last_block) {
-      copy_page(stages[(turn + 1) % kStages], pool, next_page, kv_head, num_kv_heads);
-      if (block + 1 < last_block) next_page = pages[block + 2];
-    }
-    attend(state, queries, stages[turn % kStages], sight, tile.window, block, scale);
+    if (more) copy_page(stages[(turn + 1) % kStages], pool, next_page, kv_head, num_kv_heads);
+    attend(state, queries, stages[turn % kStages], sight, tile.window, step.block, scale);
+    if (!more) break;
+    if (next.first != step.first || next.end != step.end) sight = select_rows(queries, next, rows, tile);
+    step = next;
+    more = advance(next, rows, tile);
+    if (more) next_page = pages[next.slot * table_stride + next.block];
   }
   store(a, state, tile, head, num_heads);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,10 @@ def tiles_of(chunks: Sequence[Chunk]) -> Array:
 
 
 def run(device: Device, sequences: Sequences, q: Array, chunks: Sequence[Chunk]) -> Array:
+    return run_tiles(device, sequences, q, tiles_of(chunks))
+
+
+def run_tiles(device: Device, sequences: Sequences, q: Array, tiles: Array, **tokens: Array) -> Array:
     a = device.upload(np.full_like(q, UNWRITTEN))
     prefill_attention(
         device,
@@ -39,10 +44,11 @@ def run(device: Device, sequences: Sequences, q: Array, chunks: Sequence[Chunk])
         device.upload(sequences.pool),
         device.upload(sequences.tables),
         LAYER,
-        device.upload(tiles_of(chunks)),
+        device.upload(tiles),
         a,
         num_heads=sequences.heads,
         num_kv_heads=sequences.kv_heads,
+        **{name: device.upload(array) for name, array in tokens.items()},
     )
     return device.download(a)
 
@@ -113,6 +119,34 @@ def test_other_prompts_of_the_batch_do_not_show(device: Device) -> None:
         rows = slice(first, first + count)
         alone = run(device, sequences, q[rows], [(slot, 0, count, position, window)])
         assert np.array_equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (1, 1, 128)])
+def test_suffixes_off_one_prefix_in_one_tile(
+    device: Device, heads: int, kv_heads: int, head_dim: int, window: int
+) -> None:
+    """Rows of one warp belong to several sequences, one sequence to several warps, and some go on to a second page."""
+    counts = [10, 1, 29, 3, 20]
+    sequences = Sequences(
+        [128 + 50 * (slot % 2) + n for slot, n in enumerate(counts)], heads, kv_heads, head_dim, shared=2
+    )
+    starts = [length - n for length, n in zip(sequences.lengths, counts, strict=True)]
+    q = sequences.queries(sum(counts))
+    rows = np.cumsum([0, *counts])
+    chunks = [(slot, int(rows[slot]), n, starts[slot], window) for slot, n in enumerate(counts)]
+    apart = run(device, sequences, q, chunks)
+    check(sequences, q, apart, chunks)
+    tokens = {
+        "token_slot": np.repeat(np.arange(5), counts).astype(np.int32),
+        "token_position": np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]).astype(
+            np.int32
+        ),
+    }
+    for cuts in ([0, 63], [0, 20, 63], [0, 1, 60, 63]):
+        tiles = [(-1, first, end - first, -1, window, 2) for first, end in pairwise(cuts)]
+        together = run_tiles(device, sequences, q, np.array(tiles, np.int32), **tokens)
+        assert np.array_equal(together, apart), f"tiles cut at {cuts} give other bits than a tile for each suffix"
 
 
 def test_nothing_past_a_token_leaks(device: Device) -> None:

@@ -28,6 +28,8 @@ def prefill_attention(
     *,
     num_heads: int,
     num_kv_heads: int,
+    token_slot: Array | None = None,
+    token_position: Array | None = None,
     dependent: bool = False,
 ) -> None:
     """a[i, h] = softmax(q[i, h]·K/√D)·V over the positions that token i sees, its own included.
@@ -35,7 +37,12 @@ def prefill_attention(
     q, a     float16 [T, H·D]                   H = num_heads
     pool     float16 [pages, 2·G·64·D]          G = num_kv_heads; the tokens' own K and V are in it already
     tables   int32 [slots, max_layers, max_blocks]
-    tiles    int32 [tiles, 6]                   slot, first row of q, 1..64 rows, position of the first, window, 0
+    tiles    int32 [tiles, 6]                   slot, first row of q, 1..64 rows, position of the first, window, shared
+    token_slot, token_position   int32 [T]      of each row; for tiles with shared > 0
+
+    A tile with shared = 0 is neighbouring tokens of one sequence.  One with shared > 0 is tokens of several sequences,
+    one sequence after the other, whose tables name the same pages for the first `shared` blocks and whose tokens all
+    come later: short suffixes off one prefix read it together.  Either way a token's bits are the same.
 
     Every tile is launched: pass a view of as many as there are.  Rows of q that are in no tile are not written.
     A sequence's tiles come in order of position: blocks start with the last ones, which have most pages.
@@ -48,18 +55,27 @@ def prefill_attention(
         pool=(pool, "float16", f"P, 2*G*{PAGE_TOKENS}*D"),
         tables=(tables, "int32", "S, L, B"),
         tiles=(tiles, "int32", "N, 6"),
+        token_slot=(token_slot, "int32", "T"),
+        token_position=(token_position, "int32", "T"),
         a=(a, "float16", "T, H*D"),
     )
     check_heads("prefill_attention", sizes, layer)
     kernel = device.kernel(
         "prefill_attention", "prefill_attention", TL_HEAD_DIM=head_dim, TL_QUERIES_PER_KV=num_heads // num_kv_heads
     )
+    blocks, num_tiles = sizes["B"], sizes["N"]
     arguments: tuple[Argument, ...] = (
-        *(q, pool, tables, tiles, a),
-        *map(np.int32, (layer, num_heads, num_kv_heads, sizes["L"], sizes["B"])),
+        *(q, pool, tables, tiles, token_slot, token_position, a),
+        *map(np.int32, (layer * blocks, sizes["L"] * blocks, num_tiles, num_heads, num_kv_heads, device.num_sms)),
         softmax_scale(head_dim),
     )
-    shared_bytes = _STAGES * 2 * PAGE_TOKENS * head_dim * 2  # K and V of a head in a page, fp16
+    page_bytes = 2 * PAGE_TOKENS * head_dim * 2  # K and V of a head, fp16
+    row_bytes = 2 * 4 * TILE_ROWS  # slots and positions
     device.launch(
-        kernel, (num_heads, sizes["N"], 1), _THREADS, arguments, shared_bytes=shared_bytes, dependent=dependent
+        kernel,
+        (num_heads * num_tiles, 1, 1),
+        _THREADS,
+        arguments,
+        shared_bytes=_STAGES * page_bytes + row_bytes,
+        dependent=dependent,
     )

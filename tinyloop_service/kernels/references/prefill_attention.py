@@ -17,22 +17,40 @@ Array = NDArray[Any]
 
 
 def prefill_attention(
-    q: Array, pool: Array, tables: Array, layer: int, tiles: Array, a: Array, *, num_heads: int, num_kv_heads: int
+    q: Array,
+    pool: Array,
+    tables: Array,
+    layer: int,
+    tiles: Array,
+    a: Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    token_slot: Array | None = None,
+    token_position: Array | None = None,
 ) -> None:
     """Writes the rows of `a` that are in a tile."""
-    for slot, first_row, count, first_position, window, _ in tiles.tolist():
-        rows = slice(first_row, first_row + count)
-        queries = q[rows].reshape(count, num_heads, -1).transpose(1, 0, 2).astype(np.float32)  # (H, n, D)
-        positions = first_position + np.arange(count)
-        state = _State(queries)
-        first_block = max(first_position - window + 1, 0) // PAGE_TOKENS if window else 0
-        for block in range(first_block, int(positions[-1]) // PAGE_TOKENS + 1):
-            keys, values = page_views(pool[tables[slot, layer, block]], num_kv_heads)
-            distance = positions[:, None] - np.arange(block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS)
-            seen = (distance >= 0) & ((distance < window) if window else True)
-            repeat = num_heads // num_kv_heads
-            state.add(np.repeat(keys, repeat, axis=0), np.repeat(values, repeat, axis=0), seen)
-        a[rows] = (state.o / state.sum).transpose(1, 0, 2).reshape(count, -1).astype(np.float16)
+    for slot, first, count, position, window, shared in tiles.tolist():
+        slots, positions = np.full(count, slot), position + np.arange(count)
+        if shared and token_slot is not None and token_position is not None:
+            slots, positions = token_slot[first : first + count], token_position[first : first + count]
+        for one in np.unique(slots):
+            rows = first + np.flatnonzero(slots == one)
+            queries = q[rows].reshape(len(rows), num_heads, -1).transpose(1, 0, 2).astype(np.float32)  # (H, n, D)
+            state = _attend(queries, positions[slots == one], window, pool, tables[one, layer], num_kv_heads)
+            a[rows] = (state.o / state.sum).transpose(1, 0, 2).reshape(len(rows), -1).astype(np.float16)
+
+
+def _attend(queries: Array, positions: Array, window: int, pool: Array, pages: Array, num_kv_heads: int) -> _State:
+    """Queries [H, n, D] of one sequence against its pages, in order."""
+    state, repeat = _State(queries), len(queries) // num_kv_heads
+    first_block = max(int(positions.min()) - window + 1, 0) // PAGE_TOKENS if window else 0
+    for block in range(first_block, int(positions.max()) // PAGE_TOKENS + 1):
+        keys, values = page_views(pool[pages[block]], num_kv_heads)
+        distance = positions[:, None] - np.arange(block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS)
+        seen = (distance >= 0) & ((distance < window) if window else True)
+        state.add(np.repeat(keys, repeat, axis=0), np.repeat(values, repeat, axis=0), seen)
+    return state
 
 
 class _State:
