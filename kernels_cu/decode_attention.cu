@@ -273,6 +273,7 @@ DEVICE void store_unseen(const Partials& partials, const Unit& unit, const Lists
     reinterpret_cast<float4*>(partials.o + static_cast<u64>(split) * kHeadDim)[i % kPieces] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (i % kPieces == 0) partials.ml[split] = make_float2(minus_infinity(), 0.0f);
   }
+  __syncthreads();  // as in attend: the merge before is over for all
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)

@@ -147,6 +147,11 @@ def test_suffixes_off_one_prefix_in_one_tile(
         tiles = [(-1, first, end - first, -1, window, 2) for first, end in pairwise(cuts)]
         together = run_tiles(device, sequences, q, np.array(tiles, np.int32), **tokens)
         assert np.array_equal(together, apart), f"tiles cut at {cuts} give other bits than a tile for each suffix"
+    expected = np.zeros_like(q)
+    pages = sequences.pool, sequences.tables
+    whole = np.array([(-1, 0, 63, -1, window, 2)], np.int32)
+    reference.prefill_attention(q, *pages, LAYER, whole, expected, num_heads=heads, num_kv_heads=kv_heads, **tokens)
+    np.testing.assert_allclose(apart.astype(np.float32), expected.astype(np.float32), rtol=2**-10, atol=2**-10)
 
 
 def test_nothing_past_a_token_leaks(device: Device) -> None:
