@@ -26,17 +26,22 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 
 from tinyloop_service.engine.api import Engine
+from tinyloop_service.engine.tensors import with_fp16_blocks
 from tinyloop_service.engine.weights import ModelWeights, read_model
+from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.server import Health, listen, make_server
 from tinyloop_service.scheduler.loop import Scheduler
-from tinyloop_service.settings import EngineSettings, LogFormat, ServerSettings, Settings
+from tinyloop_service.settings import EngineKind, EngineSettings, LogFormat, ServerSettings, Settings
 from tinyloop_service.text import Tokenizer
+
+if TYPE_CHECKING:
+    from tinyloop_service.kernels.device import Device
 
 Progress = Callable[[str], None]
 _CLOSE_S = 60.0  # for the step in flight; an engine that takes longer is left behind
@@ -58,9 +63,43 @@ def build_engine(
 ) -> Engine:
     """The engine that `settings` asks for; takes seconds.  `progress` hears what it does.
 
-    Raises ModelFileError, OSError for the file; InvalidArgument for settings that the engine cannot keep.
+    Raises ModelFileError, OSError for the file; InvalidArgument for settings that cannot be kept here.
     """
     weights = model if isinstance(model, ModelWeights) else read_model(model)
+    if settings.experimental_fp16_body:
+        weights = with_fp16_blocks(weights)
+    say = progress or (lambda _: None)
+    if settings.engine == EngineKind.CPU:
+        say("engine: cpu, as asked for")
+        return _cpu_engine(weights, settings, say)
+    from tinyloop_service.engine.cuda import DeviceUnavailable, open_device  # CuPy loads only if there is a chance
+
+    try:
+        device = open_device(weights.spec)
+    except DeviceUnavailable as error:
+        if settings.engine == EngineKind.CUDA:
+            raise InvalidArgument("engine", f"cuda given, but {error}") from None
+        say(f"engine: cpu, because {error}")
+        return _cpu_engine(weights, settings, say)
+    why = "as asked for" if settings.engine == EngineKind.CUDA else "which is there and fits the model"
+    say(f"engine: cuda on {device.name}, {why}")
+    return _cuda_engine(weights, settings, device, say)
+
+
+def _cuda_engine(weights: ModelWeights, settings: EngineSettings, device: Device, progress: Progress) -> Engine:
+    from tinyloop_service.engine.cuda import CudaEngine
+
+    return CudaEngine(
+        weights,
+        device=device,
+        kv_memory=settings.kv_memory,
+        cache_mode=settings.cache_mode,
+        debug=settings.debug,
+        progress=progress,
+    )
+
+
+def _cpu_engine(weights: ModelWeights, settings: EngineSettings, progress: Progress) -> Engine:
     from tinyloop_service.engine.cpu import CpuEngine  # ONNX Runtime loads only where it computes
 
     return CpuEngine(
@@ -75,7 +114,7 @@ def build_engine(
 
 
 def default_kv_memory() -> int:
-    """Bytes: a quarter of the machine's memory, at most 2 GiB."""
+    """Bytes for the CPU engine: a quarter of the machine's memory, at most 2 GiB."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 2 * 2**30)
 
 

@@ -76,7 +76,7 @@ class PrefixCache:
 class Model:
     """A looped model in this process.  A context manager; `close` gives back its threads and memory.
 
-    engine       "auto" or "cpu"
+    engine       "auto" (a GPU if there is one that can), "cuda" or "cpu"
     kv_memory    bytes for the state of prefixes and requests; None: the engine's default
     cache_mode   how state is stored, "fp16"
     threads      of the CPU engine; None: one per core, one for a small model

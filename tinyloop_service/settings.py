@@ -52,8 +52,9 @@ class SchedulerSettings:
 
 
 class EngineKind(StrEnum):
-    AUTO = "auto"  # the fastest that this machine has
+    AUTO = "auto"  # CUDA where this machine and the model allow it, else the CPU
     CPU = "cpu"
+    CUDA = "cuda"
 
 
 class LogFormat(StrEnum):
@@ -73,10 +74,11 @@ class EngineSettings:
     """What computes, and with how much."""
 
     engine: str = EngineKind.AUTO
-    kv_memory: int | None = None  # bytes for state; None: a quarter of the memory, at most 2 GiB
+    kv_memory: int | None = None  # bytes for state; None: what a GPU has free, else a quarter of memory up to 2 GiB
     cache_mode: CacheMode = CacheMode.FP16  # how the state of a token is stored
     threads: int | None = None  # of the CPU engine; None: one per core, one for a small model
     accuracy_level: int = 4  # of INT4 products on the CPU: 0 float32 activations, 4 int8 activations
+    experimental_fp16_body: bool = False  # INT4 weights of the blocks are made fp16 at load
     debug: bool = False  # poison pages that are given back, check invariants
 
     def __post_init__(self) -> None:

@@ -79,9 +79,9 @@ def _device(kind: Kind, spec: ModelSpec) -> Any:
         from emulation.device import EmulatedDevice
 
         return EmulatedDevice()
-    from tinyloop_service.engine.cuda import CudaUnavailable, open_device
+    from tinyloop_service.engine.cuda import DeviceUnavailable, open_device
 
     try:
         return open_device(spec)
-    except CudaUnavailable as error:
+    except DeviceUnavailable as error:
         pytest.skip(str(error))

@@ -46,7 +46,7 @@ def parse_token_ids(value: str | TokenIds) -> TokenIds:
 # Flags of the settings that a command line is likely to give; all of them can be TINYLOOP_ variables as well.
 SETTING_FLAGS = {
     "model": "A .tinyloop file.  [default: the demo model]",
-    "engine": "What computes: auto or cpu.",
+    "engine": "What computes: cuda, cpu, or auto, which takes a GPU if there is one.  [default: auto]",
     "kv_memory": "Memory for the state of prefixes and requests, for example 2GiB.",
     "cache_mode": "How state is stored: fp16.",
     "threads": "Of the CPU engine.  [default: one per core, one for a small model]",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -178,6 +178,21 @@ class ModelWeights:
             provenance=dict(provenance or {}),
             tensors=named,
         )
+
+
+def with_fp16_blocks(weights: ModelWeights) -> ModelWeights:
+    """The same model with the linears of its blocks as fp16, rounded once; the head stays as it is."""
+
+    def rounded(linear: Linear) -> Linear:
+        return Fp16Linear(linear.dequantize().astype(np.float16)) if isinstance(linear, Int4Linear) else linear
+
+    def widened(block: BlockWeights) -> BlockWeights:
+        q, k, v, o = (rounded(linear) for linear in (block.q, block.k, block.v, block.o))
+        gate, up, down = (rounded(linear) for linear in (block.gate, block.up, block.down))
+        return replace(block, q=q, k=k, v=v, o=o, gate=gate, up=up, down=down)
+
+    groups = {kind: tuple(map(widened, getattr(weights, kind))) for kind in ("pre", "loop", "post")}
+    return replace(weights, pre=groups["pre"], loop=groups["loop"], post=groups["post"])
 
 
 def _linear(tensors: Tensors, base: str) -> Linear:

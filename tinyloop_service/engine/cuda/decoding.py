@@ -5,6 +5,8 @@
       fold_norm → linear_qkv → decode_attention → linear_partials (o)
       fold_norm → linear_gate_up → linear_partials (down)
 
+For a few rows a linear folds its input itself, and fold_norm is not launched; the bits are the same.
+
 A graph reads nothing but fixed buffers, so it can be replayed for other rows, and for the next step of the same rows
 with nothing changed by the host.  Padding rows have slot −1; they read and write nothing that lasts.
 
@@ -19,103 +21,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.engine.cuda.batch import AttentionTables, Ints
+from tinyloop_service.engine.cuda.buffers import BatchState, Outputs
 from tinyloop_service.engine.cuda.memory import Arena, max_blocks
-from tinyloop_service.engine.cuda.schedule import Fold, Layer, Schedule, schedule_of
-from tinyloop_service.engine.cuda.staging import Section, Staging
+from tinyloop_service.engine.cuda.schedule import Layer, Schedule, Step, schedule_of
 from tinyloop_service.engine.cuda.weights import DeviceModel
 from tinyloop_service.kernels.decode_attention import decode_attention
 from tinyloop_service.kernels.device import Array, Device, Graph
 from tinyloop_service.kernels.embed import embed
 from tinyloop_service.kernels.linear import linear_gate_up, linear_logits, linear_partials, linear_qkv, num_partials
-from tinyloop_service.kernels.norm import fold_norm
+from tinyloop_service.kernels.norm import FOLD_ROWS, Fold, fold_norm
+from tinyloop_service.kernels.pack import PackedLinear
 from tinyloop_service.kernels.sample import SamplerTables, sample
-from tinyloop_service.types import MAX_LOGPROBS
 
 _MOST_PARTIALS = 8
-_ALIGNMENT = 32  # words
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSections:
-    """A batch's tables in a Staging."""
+@dataclass(slots=True)
+class _Stream:
+    """The residual of the step in the making, and partial sums that are to join it."""
 
-    head: Section
-    items: Section
-    entries: Section
-
-
-class BatchState:
-    """What graphs read about their batch: one int32 vector, cut up.  Fixed places, whatever the batch."""
-
-    def __init__(self, device: Device, max_rows: int, blocks: int) -> None:
-        splits = max_rows * blocks
-        sizes = {"num_items": 1, "row_slot": max_rows, "base_length": max_rows, "window": max_rows}
-        sizes |= {"row_items": max_rows, "items": splits * 4, "entries": splits * 2}
-        self._places: dict[str, int] = {}
-        at = 0
-        for name, size in sizes.items():
-            self._places[name] = at
-            at += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self.words: Array = device.zeros((at,), np.int32)
-        self.num_items = self._part("num_items", 1)
-        self.items = self._part("items", splits * 4).reshape(splits, 4)
-        self.entries = self._part("entries", splits * 2).reshape(splits, 2)
-
-    def _part(self, name: str, size: int) -> Array:
-        part: Array = self.words[self._places[name] : self._places[name] + size]
-        return part
-
-    def row_slot(self, rows: int) -> Array:
-        return self._part("row_slot", rows)
-
-    def base_length(self, rows: int) -> Array:
-        return self._part("base_length", rows)
-
-    def window(self, rows: int) -> Array:
-        return self._part("window", rows)
-
-    def row_items(self, rows: int) -> Array:
-        return self._part("row_items", rows)
-
-    def stage(
-        self, staging: Staging, slots: Ints, lengths: Ints, windows: Ints, tables: AttentionTables
-    ) -> BatchSections:
-        """Collect a batch; rows from len(slots) on are padding."""
-        head = np.zeros(self._places["items"], np.int32)
-        head[self._places["num_items"]] = len(tables.items)
-        first = self._places["row_slot"]
-        head[first : self._places["base_length"]] = -1
-        named = {"row_slot": slots, "base_length": lengths, "window": windows, "row_items": tables.row_items}
-        for name, values in named.items():
-            head[self._places[name] : self._places[name] + len(values)] = values
-        return BatchSections(staging.put(head), staging.put(tables.items), staging.put(tables.entries))
-
-    def load(self, staging: Staging, sections: BatchSections) -> None:
-        """Queue the copies to where graphs read."""
-        staging.copy_to(self.words, sections.head)
-        staging.copy_to(self.words[self._places["items"] :], sections.items)
-        staging.copy_to(self.words[self._places["entries"] :], sections.entries)
-
-
-class Outputs:
-    """What a batch draws, step by step, on the device."""
-
-    def __init__(self, device: Device, max_rows: int, max_steps: int) -> None:
-        count = max_rows * max_steps
-        self._tokens: Array = device.zeros((count,), np.int32)
-        self._logprobs: Array = device.zeros((count * (1 + MAX_LOGPROBS),), np.float32)
-        self._top: Array = device.zeros((count * MAX_LOGPROBS,), np.int32)
-        self.max_steps = max_steps
-
-    def of(self, rows: int, steps: int) -> tuple[Array, Array, Array]:
-        """tokens [steps, rows], logprobs [steps, rows, 21], top [steps, rows, 20]."""
-        count, top = steps * rows, MAX_LOGPROBS
-        return (
-            self._tokens[:count].reshape(steps, rows),
-            self._logprobs[: count * (1 + top)].reshape(steps, rows, 1 + top),
-            self._top[: count * top].reshape(steps, rows, top),
-        )
+    x: Array  # fp32 [rows, d_model]
+    twin: Array  # where a linear that folds x leaves what it became
+    partials: Array | None = None
+    is_first: bool = True
 
 
 class Decoder:
@@ -139,7 +67,7 @@ class Decoder:
         self.outputs = Outputs(device, rows, max_steps)
         self._schedules: dict[int, Schedule] = {}
         self._graphs: dict[tuple[int, int], Graph] = {}
-        self._x = device.zeros((rows, spec.d_model), np.float32)
+        self._x, self._twin = (device.zeros((rows, spec.d_model), np.float32) for _ in "xt")
         self._injected = device.zeros((rows, spec.d_model), np.float32) if spec.inject == "add" else None
         self.y = device.zeros((rows, spec.d_model), np.float16)
         self._q = device.zeros((rows, spec.q_dim), np.float16)
@@ -174,9 +102,10 @@ class Decoder:
         schedule = self.schedule(loops)
         self._graphs[rows, loops] = self._device.capture(lambda: self._step(rows, schedule))
 
-    def warm(self, rows: int, loops: int) -> None:
-        """Run the step once without a graph, which compiles and loads its kernels."""
+    def rehearse(self, rows: int, loops: int) -> None:
+        """Launch everything that `run` and `draw` can launch, for `Device.prepare`."""
         self._step(rows, self.schedule(loops))
+        self.draw(rows)
 
     def run(self, rows: int, loops: int, num_steps: int) -> None:
         """`num_steps` steps of the batch that is loaded, `rows` padded rows."""
@@ -185,8 +114,8 @@ class Decoder:
             self._graphs[rows, loops].launch()
 
     def draw(self, rows: int) -> None:
-        """Logits of `y[:rows]`, and a token for each row of the batch that is loaded, at its length."""
-        self._sample(rows, advance=False)
+        """Logits of `y[:rows]`, padded, and a token for each row of the batch that is loaded, at its length."""
+        self._sample(rows, self.y[:rows], advance=False, dependent=False)
 
     def read_logits(self) -> NDArray[np.float32]:
         """Logits [V] of `y[0]`, on the host."""
@@ -196,63 +125,74 @@ class Decoder:
     # ---- one step
 
     def _step(self, rows: int, schedule: Schedule) -> None:
-        arena, x = self._arena, self._x[:rows]
+        arena, stream = self._arena, _Stream(self._x[:rows], self._twin[:rows])
         embed(
-            self._device, self._model.embed, self.batch.row_slot(rows), arena.token, arena.length, x,
+            self._device, self._model.embed, self.batch.row_slot(rows), arena.token, arena.length, stream.x,
             self._position[:rows],
         )  # fmt: skip
-        partials = None
         for layer in schedule.layers:
-            # Not dependent at first: later kernels read positions before they wait for the one before them.
-            self._fold(rows, partials, layer.before_attention, dependent=partials is not None)
-            self._attend(rows, layer)
-            partials = self._mlp(rows, layer)
-        self._fold(rows, partials, schedule.final)
-        self._sample(rows, advance=True)
+            self._attend(rows, layer, stream)
+            self._mlp(rows, layer, stream)
+        y, dependent = self._folded(rows, stream, schedule.final)
+        self._sample(rows, y, advance=True, dependent=dependent)
 
-    def _attend(self, rows: int, layer: Layer) -> None:
-        arena, batch, model = self._arena, self.batch, self._model
+    def _attend(self, rows: int, layer: Layer, stream: _Stream) -> None:
+        """From the stream to what the o linear adds to it."""
+        arena, batch, model, block = self._arena, self.batch, self._model, layer.block
         position, q = self._position[:rows], self._q[:rows]
+        y, dependent = self._folded(rows, stream, layer.before_attention)
         linear_qkv(
-            self._device, layer.block.qkv.packed, self.y[:rows], position, batch.row_slot(rows), arena.tables,
-            layer.index, arena.pool, model.cos, model.sin, q, num_kv_heads=model.spec.n_kv_heads, dependent=True,
+            self._device, block.qkv.packed, y, position, batch.row_slot(rows), arena.tables, layer.index, arena.pool,
+            model.cos, model.sin, q, num_kv_heads=model.spec.n_kv_heads, dependent=dependent,
         )  # fmt: skip
         decode_attention(
             self._device, q, arena.pool, arena.tables, layer.index, batch.items, batch.num_items, batch.entries,
             batch.row_items(rows), position, batch.window(rows), self._partial_o[:rows], self._partial_ml[:rows],
             self._counters[:rows], self._a[:rows], num_kv_heads=model.spec.n_kv_heads, dependent=True,
         )  # fmt: skip
+        stream.partials = self._partials_of(block.o.packed, rows)
+        linear_partials(self._device, block.o.packed, self._a[:rows], stream.partials, dependent=True)
 
-    def _mlp(self, rows: int, layer: Layer) -> Array:
-        """The o linear, and the mlp; partial sums of what is to join the residual."""
+    def _mlp(self, rows: int, layer: Layer, stream: _Stream) -> None:
+        """From the stream to what the down linear adds to it."""
         block, h = layer.block, self._h[:rows]
-        partials = self._partials_of(block.o.packed, rows)
-        linear_partials(self._device, block.o.packed, self._a[:rows], partials, dependent=True)
-        self._fold(rows, partials, layer.before_mlp)
-        linear_gate_up(self._device, block.gate_up.packed, self.y[:rows], h, dependent=True)
-        partials = self._partials_of(block.down.packed, rows)
-        linear_partials(self._device, block.down.packed, h, partials, dependent=True)
-        return partials
+        y, dependent = self._folded(rows, stream, layer.before_mlp)
+        linear_gate_up(self._device, block.gate_up.packed, y, h, dependent=dependent)
+        stream.partials = self._partials_of(block.down.packed, rows)
+        linear_partials(self._device, block.down.packed, h, stream.partials, dependent=True)
 
-    def _partials_of(self, packed: Any, rows: int) -> Array:
+    def _partials_of(self, packed: PackedLinear, rows: int) -> Array:
         count, width = num_partials(self._device, packed, rows), self._model.spec.d_model
         partials: Array = self._partials[: count * rows * width].reshape(count, rows, width)
         return partials
 
-    def _fold(self, rows: int, partials: Array | None, fold: Fold, *, dependent: bool = True) -> None:
-        injected = None if fold.inject == "none" or self._injected is None else self._injected[:rows]
-        fold_norm(
-            self._device, self._x[:rows], partials, self.y[:rows], eps=self._model.spec.norm_eps, gain=fold.gain,
-            post_gain=fold.post, loop_gain=fold.loop, inject=fold.inject, injected=injected, dependent=dependent,
-        )  # fmt: skip
+    def _folded(self, rows: int, stream: _Stream, step: Step) -> tuple[Array | Fold, bool]:
+        """The next linear's input, and whether it may start while the kernel before it ends.
 
-    def _sample(self, rows: int, *, advance: bool) -> None:
+        The first kernel after embed may not: later ones read positions before they wait for the one before them.
+        """
+        dependent, stream.is_first = not stream.is_first, False
+        injected = None if step.inject == "none" or self._injected is None else self._injected[:rows]
+        if rows > FOLD_ROWS:
+            fold_norm(
+                self._device, stream.x, stream.partials, self.y[:rows], eps=self._model.spec.norm_eps, gain=step.gain,
+                post_gain=step.post, loop_gain=step.loop, inject=step.inject, injected=injected, dependent=dependent,
+            )  # fmt: skip
+            return self.y[:rows], True
+        fold = Fold(
+            x=stream.x, x_out=stream.twin, partials=stream.partials, eps=self._model.spec.norm_eps, gain=step.gain,
+            post_gain=step.post, loop_gain=step.loop, inject=step.inject, injected=injected,
+        )  # fmt: skip
+        stream.x, stream.twin = stream.twin, stream.x
+        return fold, dependent
+
+    def _sample(self, rows: int, y: Array | Fold, *, advance: bool, dependent: bool) -> None:
         arena, batch = self._arena, self.batch
-        linear_logits(self._device, self._model.head, self.y[:rows], self.logits[:rows], dependent=advance)
+        linear_logits(self._device, self._model.head, y, self.logits[:rows], dependent=dependent)
         sample(
             self._device, self._sampler, self._row_logits[:rows], batch.row_slot(rows), batch.base_length(rows),
             arena.token, arena.length, *self.outputs.of(rows, self.outputs.max_steps), advance=advance,
-            dependent=advance,
+            dependent=dependent,
         )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from tinyloop_service.engine.cuda.work import Batch, DecodeWork, Planner, Prompt
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.errors import EngineFault, InvalidArgument
-from tinyloop_service.kernels.device import Device
+from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.embed import gather_rows
 from tinyloop_service.kernels.pages import clone, poison, zero
 from tinyloop_service.kernels.sample import SamplerTables
@@ -41,6 +41,7 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)  # what a batch of decodin
 MAX_ROWS = 256  # of a plan, in batches of at most ROW_COUNTS[-1]
 MAX_CHUNK = 2048
 MAX_STEPS = 8
+_KERNELS_PER_LINE = 20  # of progress
 
 
 class CudaEngine:
@@ -139,18 +140,38 @@ class CudaEngine:
     # ---- start
 
     def _warm(self, say: Callable[[str], None]) -> None:
-        """Compile, check, and capture the graphs of the default depth; others are captured when they are first used."""
+        """Compile, capture the graphs of the default depth (others are captured on first use), check."""
         spec, decoder = self._spec, self._decoder
-        say("compiling kernels, once for this machine")
-        for rows in decoder.row_counts:
-            decoder.warm(rows, spec.default_loops)
-        self._device.synchronize()
+
+        def compiled(ready: int, total: int) -> None:
+            if ready % _KERNELS_PER_LINE == 0 or ready == total:
+                say(f"compiling kernels, once for this machine: {ready} of {total} ready")
+
+        some = self._device.zeros((self._prompt.padded(1) * 6,), np.int32)
+        self._device.prepare(lambda: self._rehearse(some), compiled)
         say("capturing graphs")
         for rows in decoder.row_counts:
             decoder.capture(rows, spec.default_loops)
         say("checking that no row depends on its company")
         check_products(self._device, self._prompt, decoder.schedule(spec.default_loops))
         check_rows(self, decoder.row_counts)
+
+    def _rehearse(self, some: Array) -> None:
+        """Every launch that a plan can ask for; nothing of it runs.  some: words to stand for tables."""
+        device, arena, decoder = self._device, self._arena, self._decoder
+        one, pair, triple = (some[:n].reshape(1, n) if n > 1 else some[:1] for n in (1, 2, 3))
+        for rows in decoder.row_counts:
+            decoder.rehearse(rows, self._spec.default_loops)
+        tokens, tiles = some[: self._prompt.padded(1)], some[:6].reshape(1, 6)
+        schedule = decoder.schedule(self._spec.default_loops)
+        self._prompt.run(Prompt(tokens, tokens, tokens, tiles), schedule)
+        self._prompt.finish(one, schedule, decoder.y[:1])
+        self._gather_outputs(one)
+        copy_rows(device, arena.table_rows, pair)
+        write_words(device, arena.words, pair)
+        zero(device, arena.pool, one)
+        poison(device, arena.pool, one)
+        clone(device, arena.pool, triple, head_dim=self._spec.head_dim)
 
     # ---- one plan
 
@@ -207,14 +228,14 @@ class CudaEngine:
 
     def _draw(self, batch: Batch, flight: Flight) -> None:
         """First tokens out of the decoder's y."""
-        rows = len(batch.sequences)
+        rows = self._decoder.padded(len(batch.sequences))
         self._decoder.batch.load(flight.staging, batch.tables)
         self._decoder.draw(rows)
         flight.receive(batch.sequences, batch.logprobs, self._decoder.outputs.of(rows, 1))
 
-    def _gather_outputs(self, slots: object) -> None:
+    def _gather_outputs(self, slots: Array) -> None:
         """Kept outputs into the decoder's y; pairs of halves go as floats, bit for bit."""
-        rows = self._decoder.y[: slots.shape[0]]  # type: ignore[attr-defined]
+        rows = self._decoder.y[: slots.shape[0]]
         gather_rows(self._device, self._arena.outputs.view(np.float32), slots, rows.view(np.float32))
 
 

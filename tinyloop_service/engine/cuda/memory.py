@@ -24,6 +24,7 @@ from tinyloop_service.kernels.device import Array, Device
 MOST_SLOTS = 2560  # sequences open at a time
 SHARE = 0.9  # of what is free at the start; the rest is left to the driver, graphs and others
 _MIB = 2**20
+_WAYS_OUT = "free memory of the GPU, use a smaller model, or engine cpu"
 
 
 def page_elements(spec: ModelSpec) -> int:
@@ -52,21 +53,22 @@ class Budget:
             raise InvalidArgument(
                 "engine",
                 f"the model's weights need {self.weights // _MIB} MiB on the GPU, {self.free // _MIB} MiB are free; "
-                "free some, use a smaller model, or engine cpu",
+                f"{_WAYS_OUT}",
             )
 
     def num_pages(self, spec: ModelSpec, free_now: int) -> int:
         """Pages in what is free after weights and buffers.  Raises InvalidArgument where they are too few to begin."""
-        left = free_now - round(self.free * (1 - SHARE))
+        left = max(0, free_now - round(self.free * (1 - SHARE)))
         asked = left if self.kv_memory is None else self.kv_memory
         least = spec.cache_layers(spec.default_loops) * page_bytes(spec)
-        if asked > left or asked < least:
-            needed = max(least, self.kv_memory or 0)
+        if asked < least:
+            given = f"{asked} bytes given" if self.kv_memory else f"{asked} bytes are left beside weights and buffers"
+            raise InvalidArgument("kv_memory", f"{given}; {PAGE_TOKENS} tokens alone take {least}; {_WAYS_OUT}")
+        if asked > left:
             raise InvalidArgument(
                 "kv_memory",
-                f"{needed // _MIB} MiB needed for state, at least {-(-least // _MIB)} of them for the first "
-                f"{PAGE_TOKENS} tokens; {max(left, 0) // _MIB} MiB of the GPU are free beside weights and buffers; "
-                "give less kv_memory, free GPU memory, or use engine cpu",
+                f"{asked // _MIB} MiB needed, {left // _MIB} MiB of the GPU are free beside weights and buffers; "
+                f"give less kv_memory, or {_WAYS_OUT}",
             )
         return asked // page_bytes(spec)
 

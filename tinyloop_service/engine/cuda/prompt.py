@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tinyloop_service.engine.cuda.memory import Arena
-from tinyloop_service.engine.cuda.schedule import Fold, Layer, Schedule
+from tinyloop_service.engine.cuda.schedule import Layer, Schedule, Step
 from tinyloop_service.engine.cuda.weights import DeviceModel
 from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.embed import embed_prompt, gather_rows
@@ -133,9 +133,9 @@ class PromptPass:
         apart: Array = self._apart[:rows].reshape(1, rows, -1)
         return apart
 
-    def _fold(self, rows: int, apart: Array | None, fold: Fold) -> None:
-        injected = None if fold.inject == "none" or self._injected is None else self._injected[:rows]
+    def _fold(self, rows: int, apart: Array | None, step: Step) -> None:
+        injected = None if step.inject == "none" or self._injected is None else self._injected[:rows]
         fold_norm(
-            self._device, self._x[:rows], apart, self._y[:rows], eps=self._model.spec.norm_eps, gain=fold.gain,
-            post_gain=fold.post, loop_gain=fold.loop, inject=fold.inject, injected=injected,
+            self._device, self._x[:rows], apart, self._y[:rows], eps=self._model.spec.norm_eps, gain=step.gain,
+            post_gain=step.post, loop_gain=step.loop, inject=step.inject, injected=injected,
         )  # fmt: skip

@@ -21,8 +21,8 @@ from tinyloop_service.kernels.norm import InjectMode
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
-    """Arguments of `fold_norm`.  Gains are fp16 [d_model]; None: that norm is not there."""
+class Step:
+    """What a fold does.  Gains are fp16 [d_model]; None: that norm is not there."""
 
     post: Array | None  # of what joins the residual
     loop: Array | None  # of the residual itself
@@ -36,21 +36,21 @@ class Layer:
 
     index: int  # its cache layer
     block: DeviceBlock
-    before_attention: Fold
-    before_mlp: Fold
+    before_attention: Step
+    before_mlp: Step
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     layers: tuple[Layer, ...]
-    final: Fold
+    final: Step
 
 
 def schedule_of(model: DeviceModel, loops: int) -> Schedule:
     layers = tuple(_layers(model, loops))
     last_loop_norm_is_final = model.spec.loop_norm and not model.spec.post_blocks
     loop = None if last_loop_norm_is_final else _loop_norm(model, layers[-1].index, loops)
-    return Schedule(layers, Fold(layers[-1].block.mlp_post_norm, loop, "none", model.norm))
+    return Schedule(layers, Step(layers[-1].block.mlp_post_norm, loop, "none", model.norm))
 
 
 def _layers(model: DeviceModel, loops: int) -> Iterator[Layer]:
@@ -62,8 +62,8 @@ def _layers(model: DeviceModel, loops: int) -> Iterator[Layer]:
         if starts_loop:
             inject = "store" if index == spec.pre_blocks else "add"
         loop = _loop_norm(model, index - 1, loops)
-        enters = Fold(before.mlp_post_norm if before else None, loop, inject, block.attn_norm)
-        yield Layer(index, block, enters, Fold(block.attn_post_norm, None, "none", block.mlp_norm))
+        enters = Step(before.mlp_post_norm if before else None, loop, inject, block.attn_norm)
+        yield Layer(index, block, enters, Step(block.attn_post_norm, None, "none", block.mlp_norm))
         before = block
 
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from tinyloop_service.engine.api import Plan, Prefill, SequenceId
 from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, attention_tables, prompt_tiles
-from tinyloop_service.engine.cuda.decoding import BatchSections, Decoder
+from tinyloop_service.engine.cuda.buffers import BatchSections
+from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.memory import Arena
 from tinyloop_service.engine.cuda.prompt import PromptPass
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable

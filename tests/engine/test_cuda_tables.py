@@ -1,0 +1,147 @@
+"""The host's half of the CUDA engine: who reads what, as tables, and the order of computation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_small_cases import PLAIN
+
+from tinyloop_service.engine.api import Open
+from tinyloop_service.engine.cuda.batch import attention_tables, prompt_tiles
+from tinyloop_service.engine.cuda.schedule import schedule_of
+from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
+from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
+from tinyloop_service.engine.spec import ModelSpec
+
+
+class Chains:
+    """Sequences of given lengths without an engine."""
+
+    def __init__(self) -> None:
+        self.table, self.next = SequenceTable(8, 4, 10), 0
+
+    def open(self, length: int, parent: Sequence | None = None, window: int = 0) -> Sequence:
+        """`length`: all tokens, the parent's included."""
+        self.next += 1
+        start = parent.length if parent else 0
+        sequence = self.table.open(Open(self.next, parent.id if parent else None, start, 1, window, None))
+        blocks = -(-length // 64) - start // 64
+        if blocks:
+            self.table.extend(self.next, ((0, 0),) * blocks)
+        sequence.length = length
+        return sequence
+
+
+def read_splits(rows: list[Sequence], num_steps: int) -> list[list[tuple[int, int, int]]]:
+    """(ordinal, owner's slot, block) of everything that each row reads, by ordinal."""
+    tables = attention_tables(rows, num_steps)
+    result: list[list[tuple[int, int, int]]] = [[] for _ in rows]
+    for owner, block, first, count in tables.items.tolist():
+        for row, ordinal in tables.entries[first : first + count].tolist():
+            result[row].append((ordinal, owner, block))
+    assert [len(splits) for splits in result] == tables.row_items.tolist()
+    assert sum(tables.items[:, 3]) == len(tables.entries)
+    return [sorted(splits) for splits in result]
+
+
+def test_a_shared_prefix_is_one_item_a_block() -> None:
+    chains = Chains()
+    prefix = chains.open(130)  # two whole blocks and a part, which the rows have copies of
+    rows = [chains.open(length, prefix) for length in (130, 135, 191)]
+    tables = attention_tables(rows, 1)
+    assert tables.items[:2].tolist() == [[prefix.slot, 0, 0, 3], [prefix.slot, 1, 3, 3]]
+    assert sorted(map(tuple, tables.items[2:, [0, 1, 3]].tolist())) == sorted((row.slot, 2, 1) for row in rows)
+    shared = [(0, prefix.slot, 0), (1, prefix.slot, 1)]
+    assert read_splits(rows, 1) == [[*shared, (2, row.slot, 2)] for row in rows]
+
+
+def test_the_splits_of_later_steps_are_there_from_the_first() -> None:
+    chains = Chains()
+    row = chains.open(60)
+    assert read_splits([row], 4) == [[(0, row.slot, 0)]]  # tokens 60 … 63
+    assert read_splits([row], 5) == [[(0, row.slot, 0), (1, row.slot, 1)]]
+
+
+def test_blocks_behind_the_window_are_left_out() -> None:
+    chains = Chains()
+    parent = chains.open(192)
+    wide, narrow = chains.open(200, parent), chains.open(200, parent, window=73)  # the token at 200 reads 128 …
+    assert read_splits([wide, narrow], 1) == [
+        [(0, parent.slot, 0), (1, parent.slot, 1), (2, parent.slot, 2), (3, wide.slot, 3)],
+        [(0, parent.slot, 2), (1, narrow.slot, 3)],
+    ]
+
+
+def test_a_chain_names_each_owner() -> None:
+    chains = Chains()
+    grandparent = chains.open(70)
+    parent = chains.open(200, grandparent)
+    row = chains.open(260, parent)
+    owners = [grandparent.slot, parent.slot, parent.slot, row.slot, row.slot]
+    assert read_splits([row], 1) == [[(i, owner, i) for i, owner in enumerate(owners)]]
+
+
+def test_tiles_of_a_chunk() -> None:
+    chains = Chains()
+    sequence = chains.open(0, window=9)
+    tiles = prompt_tiles(100, sequence, 50, 130)
+    slot = sequence.slot
+    assert tiles.tolist() == [[slot, 100, 64, 50, 9, 0], [slot, 164, 64, 114, 9, 0], [slot, 228, 2, 178, 9, 0]]
+
+
+def test_slots_come_back_and_run_out() -> None:
+    chains = Chains()
+    held = [chains.open(0) for _ in range(8)]
+    with pytest.raises(AssertionError, match="8 sequences are open; keep fewer prefixes"):
+        chains.open(0)
+    assert chains.table.close(held[3].id) is held[3] and chains.table.close(99) is None
+    chains.next = 99
+    assert chains.open(0).slot == held[3].slot
+
+
+def folds(spec: ModelSpec, loops: int) -> list[tuple[Any, ...]]:
+    """Every fold as (post, loop, inject, gain), gains by name."""
+    blocks = {}
+    for kind, count in (("pre", spec.pre_blocks), ("loop", spec.loop_blocks), ("post", spec.post_blocks)):
+        for i in range(count):
+            names = [f"{kind}{i}.{name}" for name in ("attn", "mlp", "attn_post", "mlp_post")]
+            post = names[2:] if spec.norm_placement == "sandwich" else [None, None]
+            blocks[kind, i] = DeviceBlock(*names[:2], *post, *(None,) * 4)  # type: ignore[arg-type]
+    nothing: Any = None
+    schedule = schedule_of(DeviceModel(spec, nothing, "norm", *(nothing,) * 3, blocks), loops)  # type: ignore[arg-type]
+    pairs = [fold for layer in schedule.layers for fold in (layer.before_attention, layer.before_mlp)]
+    return [(fold.post, fold.loop, fold.inject, fold.gain) for fold in (*pairs, schedule.final)]
+
+
+def test_the_schedule_of_a_plain_model() -> None:
+    gains = ["pre0.attn", "pre0.mlp", "loop0.attn", "loop0.mlp", "loop0.attn", "loop0.mlp", "norm"]
+    assert folds(PLAIN, 2) == [(None, None, "none", gain) for gain in gains]
+
+
+def test_the_schedule_with_every_switch() -> None:
+    spec = replace(PLAIN, norm_placement="sandwich", loop_norm=True, inject="add", loop_blocks=2, post_blocks=1)
+    assert folds(spec, 2)[::2] == [  # before attention, and the final one
+        (None, None, "none", "pre0.attn"),
+        ("pre0.mlp_post", None, "store", "loop0.attn"),
+        ("loop0.mlp_post", None, "none", "loop1.attn"),
+        ("loop1.mlp_post", "norm", "add", "loop0.attn"),
+        ("loop0.mlp_post", None, "none", "loop1.attn"),
+        ("loop1.mlp_post", "norm", "none", "post0.attn"),
+        ("post0.mlp_post", None, "none", "norm"),
+    ]
+
+
+def test_the_last_loop_s_norm_is_the_final_one() -> None:
+    assert folds(replace(PLAIN, loop_norm=True), 2)[-3::2] == [
+        (None, "norm", "none", "loop0.attn"),
+        (None, None, "none", "norm"),
+    ]
+
+
+def test_injection_without_pre_blocks() -> None:
+    assert folds(replace(PLAIN, pre_blocks=0, inject="add"), 2)[:3:2] == [
+        (None, None, "store", "loop0.attn"),
+        (None, None, "add", "loop0.attn"),
+    ]

@@ -1,0 +1,68 @@
+"""Cases small enough for emulation and for a sanitizer; together they reach every kernel and every switch of a spec.
+
+Requests off two prefixes and off none, with and without a suffix, with windows, sampled in every way, decode while
+another prompt is built in the same plans; each must get what it gets alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from driver import Driver, Held
+from engines import make_engine, weights_of
+
+from tinyloop_service.engine.spec import ModelSpec, Quant
+from tinyloop_service.types import Sampling
+
+PLAIN = ModelSpec(
+    vocab_size=96, d_model=64, n_heads=1, n_kv_heads=1, head_dim=64, d_ff=128, pre_blocks=1, loop_blocks=1,
+    post_blocks=0, default_loops=2, max_loops=4, max_seq_len=256, quant=Quant(4, 64),
+)  # fmt: skip
+SWITCHED = ModelSpec(
+    vocab_size=100, d_model=128, n_heads=2, n_kv_heads=1, head_dim=128, d_ff=64, pre_blocks=1, loop_blocks=1,
+    post_blocks=1, default_loops=2, max_loops=4, max_seq_len=256, rope_pairing="interleaved", norm_placement="sandwich",
+    loop_norm=True, inject="add", tie_embeddings=True,
+)  # fmt: skip
+SPECS = {"int4": PLAIN, "fp16, every switch": SWITCHED}
+TOKENS = tuple(np.random.default_rng(5).integers(0, 96, 200).tolist())
+GREEDY = Sampling(logprobs=2)
+HOT = Sampling(temperature=0.8, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.2, logit_bias=((3, 1.5),), seed=9)
+
+
+@pytest.fixture(scope="module", params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def driver(request: pytest.FixtureRequest, kind: str) -> Iterator[Driver]:
+    driver = Driver(make_engine(kind, weights_of(SPECS[request.param]), kv_memory=16 << 20))  # type: ignore[arg-type]
+    yield driver
+    driver.engine.close()
+
+
+def test_company_and_a_build_change_nothing(driver: Driver) -> None:
+    full, windowed = driver.prefix(TOKENS[:70], chunk=40), driver.prefix(TOKENS[:64], window=33)
+
+    def ask(parent: Held | None, suffix: int, sampling: Sampling, window: int = 0) -> dict[str, object]:
+        return {"parent": parent, "tokens": TOKENS[80 : 80 + suffix], "sampling": sampling, "window": window}
+
+    asked = [ask(full, 0, GREEDY), ask(full, 3, HOT), ask(windowed, 1, GREEDY, 33), ask(None, 5, HOT)]
+    alone = [driver.alone(steps=3, **each) for each in asked]  # type: ignore[arg-type]
+    rows = [driver.request(**each) for each in asked]  # type: ignore[arg-type]
+    build = driver.open(full, prompt=TOKENS[100:110])
+    for size, steps in ((7, 2), (3, 1)):
+        chunk = driver.chunk(build, size)
+        for held in rows:
+            driver.room(held, held.length + steps)
+            held.length += steps
+        driver.step(prefill=(chunk,), decode=tuple(held.id for held in rows), num_steps=steps)
+    for held, expected in zip(rows, alone, strict=True):
+        assert driver.drawn[held.id] == expected
+    whole = driver.prefix((*TOKENS[:70], *TOKENS[100:110]))
+    own = whole.length - 64  # a child's pages begin with the one in which its parent ends
+    assert np.array_equal(driver.engine.read_kv(build.id), driver.engine.read_kv(whole.id)[:, :, :, -own:])
+    assert np.array_equal(driver.engine.read_logits(build.id), driver.engine.read_logits(whole.id))
+    driver.close(*rows, build, whole, full, windowed)
