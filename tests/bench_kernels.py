@@ -79,9 +79,9 @@ class Line:
         return max(moving, self.cost.flops / RATE) * 1e6
 
     @property
-    def share(self) -> float:
-        """Of the ceiling."""
-        return self.floor_us / self.in_place_us if self.in_place_us > 0 else float("nan")
+    def share(self) -> float | None:
+        """Of the ceiling; None where the floor is not known or the time is within the noise."""
+        return self.floor_us / self.in_place_us if self.floor_us and self.in_place_us > 0 else None
 
     def cells(self) -> list[str]:
         moved = self.cost.memory_bytes + self.cost.cache_bytes
@@ -94,7 +94,7 @@ class Line:
             f"{moved / 1e6:.1f}",
             f"{self.cost.flops / 1e9:.2f}",
             f"{self.floor_us:.1f}",
-            f"{self.share:.0%}",
+            "–" if self.share is None else f"{self.share:.0%}",
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -157,7 +157,8 @@ def figure(samples: Sequence[float]) -> str:
 class Bench:
     """One engine behind a recorder, and what is asked of it."""
 
-    def __init__(self, weights: ModelWeights, device: Any, scale: Scale) -> None:
+    def __init__(self, weights: ModelWeights, device: Any, scale: Scale, **engine: Any) -> None:
+        """engine: further arguments of `CudaEngine`."""
         self._scale, self._clock = scale, Clock(device, scale)
         self._recorder = RecordingDevice(device)
         self._spec = weights.spec
@@ -166,6 +167,7 @@ class Bench:
             weights,
             device=self._recorder,  # type: ignore[arg-type]  # what it lacks, its device has
             kv_memory=kv_memory_for(self._spec, longest),
+            **engine,
         )
         self._direct = Direct(self._engine, self._spec.default_loops)
 
@@ -261,18 +263,20 @@ def weights_of(name: str, body: str) -> ModelWeights:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {}
     if args.emulated:
         from emulation.device import EmulatedDevice
 
         weights, device = random_model(SMALL), EmulatedDevice()
         scale = Scale(rows=(1, 3), prefixes=(70,), prompts=(20,), rounds=1, replays=1, launches=1)
+        options = {"row_counts": (1, 8), "max_chunk": 128}  # few kernels, for each is compiled
     else:
         weights = weights_of(args.model, args.body)
         device = open_device(weights.spec)
         scale = Scale(tuple(args.rows), tuple(args.prefix), tuple(args.prompt), args.rounds, REPLAYS, LAUNCHES)
     promise = promise_us(device, Clock(device, scale), weights.spec, scale.prompts[0])
     measured = {"machine": describe_machine(), "model": args.model, "body": args.body, "promise_us": promise}
-    measured |= Bench(weights, device, scale).run()
+    measured |= Bench(weights, device, scale, **options).run()
     print_whole(measured)
     return measured
 

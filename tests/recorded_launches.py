@@ -18,6 +18,7 @@ import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS
 from tinyloop_service.kernels.device import Device
+from tinyloop_service.kernels.pack import TILE_ROWS
 
 Array = Any  # of the device
 
@@ -29,21 +30,21 @@ class Launched:
     again: Callable[[], None]  # the same launch, but that a step's last one (`advance` = 0) leaves lengths as they are
 
     @property
-    def rows(self) -> int:
-        """Of the matrix that a linear or a product reads."""
-        matrix = self.args[0] if self.name == "gemm" else self.args[2]
-        return int(matrix.shape[0])
-
-    @property
     def label(self) -> str:
         """Launches of one label are shown as one line: those of all layers together, linears apart by their sizes."""
         if self.name == "gemm":
             x, weight, _ = self.args
             return f"gemm {x.shape[0]}×{x.shape[1]}×{weight.shape[0]}"
         if self.name.startswith("linear"):
-            weights, _, y = self.args[:3]
-            return f"{self.name} {y.shape[1]}→{_num_weights(weights, self.args[1]) // y.shape[1]}"
+            _, inputs, outputs = self.linear_sizes
+            return f"{self.name} {inputs}→{outputs}"
         return self.name
+
+    @property
+    def linear_sizes(self) -> tuple[int, int, int]:
+        """Rows, inputs, outputs of a decode linear; its arguments begin: weights, scales, y, rows, tiles, inputs."""
+        rows, tiles, inputs = map(int, self.args[3:6])
+        return rows, inputs, tiles * TILE_ROWS
 
 
 class RecordingDevice:
@@ -64,8 +65,10 @@ class RecordingDevice:
 
     def graph_of(self, num_rows: int) -> list[Launched]:
         """The launches of the decode step whose batch is padded to the fewest rows that hold `num_rows`."""
-        sizes = {each.rows: graph for graph in self._graphs for each in graph if each.name == "linear_logits"}
-        return sizes[min(rows for rows in sizes if rows >= num_rows)]
+        padded = {
+            each.linear_sizes[0]: graph for graph in self._graphs for each in graph if each.name == "linear_logits"
+        }
+        return padded[min(rows for rows in padded if rows >= num_rows)]
 
     def capture(self, work: Callable[[], None]) -> Any:
         before = len(self._launches)
@@ -110,16 +113,15 @@ class Costs:
 
     def of(self, launched: Launched) -> Cost:
         """An unknown kernel costs nothing: it is timed all the same."""
+        if launched.name.startswith("linear"):
+            return self._linear(launched)
         rule = _RULES.get(launched.name)
         return rule(self, launched.args) if rule else Cost()
 
-    def linear(self, args: tuple[Any, ...]) -> Cost:
-        """args: weights, scales, y, …, of which the last is what is written, or q and pages."""
-        weights, scales, y = args[:3]
-        outputs = _num_weights(weights, scales) // y.shape[1]
-        return self._read(weights, scales) + Cost(
-            cache_bytes=y.nbytes + 4 * y.shape[0] * outputs, flops=2 * y.shape[0] * y.shape[1] * outputs
-        )
+    def _linear(self, launched: Launched) -> Cost:
+        rows, inputs, outputs = launched.linear_sizes
+        moved = 2 * rows * inputs + 4 * rows * outputs
+        return self._read(*launched.args[:2]) + Cost(cache_bytes=moved, flops=2 * rows * inputs * outputs)
 
     def gemm(self, args: tuple[Any, ...]) -> Cost:
         x, weight, out = args
@@ -147,9 +149,13 @@ class Costs:
         x, partials = args[:2]
         return Cost(cache_bytes=2 * x.nbytes + x.nbytes // 2 + (0 if partials is None else partials.nbytes))
 
-    def all_arrays(self, args: tuple[Any, ...]) -> Cost:
-        """For kernels that touch all that they are given."""
-        return Cost(cache_bytes=sum(int(arg.nbytes) for arg in args if _is_array(arg)))
+    def stream(self, args: tuple[Any, ...]) -> Cost:
+        """Rows of the residual stream, fp32, written from rows of a table that is half or just as wide."""
+        source, out = args[0], next(arg for arg in reversed(args) if getattr(arg, "ndim", 0) == 2)
+        return Cost(cache_bytes=out.nbytes + out.size * source.dtype.itemsize)
+
+    def swiglu(self, args: tuple[Any, ...]) -> Cost:
+        return Cost(cache_bytes=args[0].nbytes + args[1].nbytes)
 
     def rope(self, args: tuple[Any, ...]) -> Cost:
         return Cost(cache_bytes=2 * args[0].nbytes)  # what is read is written, to q and to pages
@@ -166,7 +172,7 @@ class Costs:
         sources = {int(source): int(count) for source, _, count in triples}
         return Cost(per_token * (int(triples[:, 2].sum()) + sum(sources.values())))
 
-    def zero(self, args: tuple[Any, ...]) -> Cost:
+    def fill(self, args: tuple[Any, ...]) -> Cost:
         pool, ids = args[:2]
         return Cost(2 * pool.shape[1] * ids.shape[0])
 
@@ -184,26 +190,16 @@ class Costs:
 
 
 _RULES: dict[str, Callable[[Costs, tuple[Any, ...]], Cost]] = {
-    "linear_qkv": Costs.linear,
-    "linear_gate_up": Costs.linear,
-    "linear_partials": Costs.linear,
-    "linear_logits": Costs.linear,
     "gemm": Costs.gemm,
     "decode_attention": Costs.decode_attention,
     "prefill_attention": Costs.prefill_attention,
     "fold_norm": Costs.fold_norm,
+    "embed": Costs.stream,
+    "embed_prompt": Costs.stream,
+    "gather_rows": Costs.stream,
     "rope": Costs.rope,
-    "swiglu": Costs.all_arrays,
+    "swiglu": Costs.swiglu,
     "sample_scan": Costs.sample_scan,
-    "clone_pages": Costs.clone,
-    "zero_pages": Costs.zero,
+    "clone": Costs.clone,
+    "fill": Costs.fill,
 }
-
-
-def _num_weights(weights: Array, scales: Array | None) -> int:
-    """Packed weights are words of eight INT4 or two fp16 values."""
-    return int(weights.size) * (2 if scales is None else 8)
-
-
-def _is_array(value: object) -> bool:
-    return hasattr(value, "nbytes") and bool(getattr(value, "shape", ()))

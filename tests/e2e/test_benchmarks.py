@@ -1,4 +1,4 @@
-"""The benchmark of shared prefixes runs, and its JSON has what its table shows."""
+"""The benchmarks run, and their JSON has what their tables show."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parents[1]
 
 
-def test_both_places_and_bodies(tmp_path: Path) -> None:
-    out = tmp_path / "folder" / "out.json"
+def run(script: str, out: Path, *options: str) -> tuple[str, Any]:
+    """What it printed, and its JSON."""
+    command = (sys.executable, str(TESTS / script), *options, "--out", str(out))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(out.read_text())
+
+
+def test_prefix_cache_in_both_places_with_both_bodies(tmp_path: Path) -> None:
     small = ("--engine", "cpu", "--model", "tiny", "--rounds", "1", "--new-tokens", "3")
-    asked = ("--prefix", "70", "--requests", "2", "4", "--max-no-cache", "3", "--out", str(out))
-    command = (sys.executable, str(TESTS / "bench_prefix_cache.py"), *small, *asked)
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    measured = json.loads(out.read_text())
+    asked = ("--prefix", "70", "--requests", "2", "4", "--max-no-cache", "3")
+    printed, measured = run("bench_prefix_cache.py", tmp_path / "folder" / "out.json", *small, *asked)
     found = [(line["body"], line["place"], line["requests"], line["no_cache_scaled"]) for line in measured["lines"]]
     assert found == [
         (body, place, requests, requests > 3)
@@ -28,3 +34,19 @@ def test_both_places_and_bodies(tmp_path: Path) -> None:
     assert [report["prefix_bytes"] for report in measured["reports"]] == 2 * [2 * 6 * 64 * 256 * 2 * 2]
     assert measured["starts"].keys() == {"int4", "fp16"}
     assert "int4 grpc" in printed
+
+
+def test_kernels_in_emulation(tmp_path: Path) -> None:
+    printed, measured = run("bench_kernels.py", tmp_path / "out.json", "--emulated")
+    profiles = {profile["title"]: profile["lines"] for profile in measured["profiles"]}
+    assert profiles.keys() == {
+        "prefill of 20", "step of 1 rows, prefix 70", "step of 3 rows, prefix 70", "opening 3 rows, prefix 70",
+    }  # fmt: skip
+    attention = {line["label"]: line for line in profiles["step of 3 rows, prefix 70"]}["decode_attention"]
+    page_bytes = 2 * 64 * 64 * 2  # K and V, tokens, head_dim, fp16
+    assert attention["launches"] == 3, "one in each cache layer"
+    assert attention["cost"]["memory_bytes"] == 3 * (1 + 3) * page_bytes, "the shared page once, own ones for each row"
+    weights = 64 * 192 // 2 + 64 // 64 * 192 * 2  # nibbles and scales
+    qkv = {line["label"]: line for line in profiles["step of 1 rows, prefix 70"]}["linear_qkv 64→192"]
+    assert qkv["cost"]["memory_bytes"] == 2 * weights, "of two blocks; the loop's second pass finds them in the cache"
+    assert "step, prefix 70, 8 a plan, 3 rows" in printed
