@@ -5,9 +5,32 @@
 // equality with a GPU.  Asynchronous copies land at the wait, so that a missing wait shows.
 #pragma once
 
-#include <cmath>
-
 #include "emulator.hpp"
+
+// C's functions, declared here: <cmath> takes the compiler longer than a kernel does.
+extern "C" {
+float expf(float) noexcept;
+float exp2f(float) noexcept;
+float logf(float) noexcept;
+float log2f(float) noexcept;
+float log1pf(float) noexcept;
+float sqrtf(float) noexcept;
+float fabsf(float) noexcept;
+float floorf(float) noexcept;
+float ceilf(float) noexcept;
+float rintf(float) noexcept;
+float fmaxf(float, float) noexcept;
+float fminf(float, float) noexcept;
+float fmaf(float, float, float) noexcept;
+double ceil(double) noexcept;
+double exp(double) noexcept;
+double fabs(double) noexcept;
+double floor(double) noexcept;
+double log(double) noexcept;
+double sqrt(double) noexcept;
+double fma(double, double, double) noexcept;
+}
+#define INFINITY __builtin_inff()
 
 #define __global__ __attribute__((used, noinline))  // builder.py looks for exactly this
 #define __device__
@@ -34,13 +57,13 @@ inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline int __clz(int v) { return v ? __builtin_clz(static_cast<u32>(v)) : 32; }
 inline int __ffs(int v) { return __builtin_ffs(v); }
@@ -67,9 +90,9 @@ inline u16 narrow(float value) { return __builtin_bit_cast(u16, static_cast<_Flo
 // A double to a half in one rounding: on the way through float the inexact bit is kept odd.
 inline u16 narrow_exactly(double value) {
   float nearest = static_cast<float>(value);
-  if (static_cast<double>(nearest) != value && std::isfinite(nearest)) {
+  if (static_cast<double>(nearest) != value && __builtin_isfinite(nearest)) {
     u32 bits = __builtin_bit_cast(u32, nearest);
-    if (std::fabs(static_cast<double>(nearest)) > std::fabs(value)) --bits;
+    if (fabs(static_cast<double>(nearest)) > fabs(value)) --bits;
     nearest = __builtin_bit_cast(float, bits | 1);
   }
   return narrow(nearest);
@@ -223,7 +246,7 @@ inline u32 half2_fma(u32 a, u32 b, u32 c) {
 }
 
 inline float exp2_fast(float x) {
-  const float result = std::exp2(x);
+  const float result = exp2f(x);
   return result < 1.17549435e-38f ? 0.0f : result;
 }
 
