@@ -80,7 +80,8 @@ DEVICE void load_page(PagePieces& page, const Unit& unit, Sight sight, const Lis
     const int token = 32 * j + 8 * t;
     const bool seen = token < sight.end && token + 8 > sight.begin;
 #pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) page.values[n][j] = load_stream_if(rows + 8 * n * (kPageTokens / 8) + 4 * j, seen);
+    for (int n = 0; n < kDimTiles; ++n)
+      page.values[n][j] = load_stream_if(rows + 8 * n * (kPageTokens / 8) + 4 * j, seen);
   }
 }
 
@@ -182,8 +183,8 @@ DEVICE void publish_weights(Exchange& exchange, int tile, const Unit& unit, cons
     const float2 top_sum = weigh_row(scores, half, sights[half], scale);
     if (t == 0) exchange.top_sum[warp][g + 8 * half] = top_sum;
   }
-  exchange.weights[warp][lane] = make_uint4(pack_half2(scores[0][0], scores[0][1]), pack_half2(scores[0][2], scores[0][3]),
-                                            pack_half2(scores[1][0], scores[1][1]), pack_half2(scores[1][2], scores[1][3]));
+  exchange.weights[warp][lane] = {pack_half2(scores[0][0], scores[0][1]), pack_half2(scores[0][2], scores[0][3]),
+                                  pack_half2(scores[1][0], scores[1][1]), pack_half2(scores[1][2], scores[1][3])};
 }
 
 // A row's largest exponent and sum over all steps, and the factor that brings each step to it.
@@ -217,7 +218,8 @@ DEVICE void mix(float (&o)[kDimTiles][4], const float (&factor)[2][kSteps], cons
     for (int n = 0; n < kDimTiles; ++n) {
       const uint4 piece = page.values[n][s / 2];
       float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      mma_m16n8k16(part, {weights.x, weights.y, weights.z, weights.w}, s % 2 ? piece.z : piece.x, s % 2 ? piece.w : piece.y);
+      const u32 low = s % 2 ? piece.z : piece.x, high = s % 2 ? piece.w : piece.y;
+      mma_m16n8k16(part, {weights.x, weights.y, weights.z, weights.w}, low, high);
 #pragma unroll
       for (int i = 0; i < 4; ++i) o[n][i] = fmaf(factor[i / 2][s], part[i], o[n][i]);
     }
@@ -270,7 +272,8 @@ DEVICE void store_unseen(const Partials& partials, const Unit& unit, const Lists
     const uint2 entry = lists.entries[unit.first_entry + i / kPieces / kQueriesPerKv];
     const int head = static_cast<int>(blockIdx.x) * kQueriesPerKv + i / kPieces % kQueriesPerKv;
     const int split = first_split(entry.x, head, lists) + entry.y;
-    reinterpret_cast<float4*>(partials.o + static_cast<u64>(split) * kHeadDim)[i % kPieces] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4* o = reinterpret_cast<float4*>(partials.o + static_cast<u64>(split) * kHeadDim);
+    o[i % kPieces] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (i % kPieces == 0) partials.ml[split] = make_float2(minus_infinity(), 0.0f);
   }
   __syncthreads();  // as in attend: the merge before is over for all

@@ -12,8 +12,8 @@
 //   D is 64 or 128; H/G ≤ 16; 16-byte alignment.
 //   A token at position x sees p iff p ≤ x and (window = 0 or p > x − window).
 //
-// A tile with shared = 0 is neighbouring tokens of one sequence.  With shared > 0 it is the tokens of several, one after
-// the other, whose tables name the same pages for the first `shared` blocks, and whose tokens all lie behind these.
+// A tile with shared = 0 is neighbouring tokens of one sequence.  With shared > 0 it is the tokens of several, one
+// after the other, whose tables name the same pages for the first `shared` blocks, and whose tokens all lie behind these.
 //
 // A block is a tile and a head: 4 warps of 16 queries, which go through the tile's pages, first those that all share,
 // then each sequence's own, K and V of the next page on their way to shared memory while this one is attended.  Online
@@ -23,31 +23,13 @@
 //
 // fp32: scores, exponents, state.  fp16: the weights that multiply V (relative to the largest so far), and a.  Bytes:
 // per tile and head (2·rows + 2·pages·64)·D·2, from L2 after the first tile of a sequence.
-#include "attention.cuh"
+#include "prefill_work.cuh"
 
-constexpr int kWarps = 4;
-constexpr int kThreads = 32 * kWarps;
 constexpr int kDimTiles = kHeadDim / 8;     // mma column tiles of the output
 constexpr int kGroup = 4;                   // pieces of K or V in registers at once
 constexpr int kRowPieces = kHeadDim / 8;    // 16-byte pieces of a K row
 constexpr int kHeadPieces = kHeadElements / 8;
 constexpr int kStages = 2;
-constexpr int kTileRows = 16 * kWarps;
-constexpr int kNoBlock = 1 << 24, kFarPosition = 1 << 30;
-
-struct Tile {
-  int slot, first_row, num_rows, position, window, shared;
-};
-
-// The tile's rows, in shared memory.
-struct Rows {
-  int slot[kTileRows], position[kTileRows];
-};
-
-// The rows first .. end − 1 attend a block of a slot's table; the blocks before end_block follow.
-struct Step {
-  int first, end, slot, block, end_block;
-};
 
 // K and V of one head in a page, in shared memory.
 struct Stage {
@@ -69,11 +51,6 @@ struct State {
 
 // Where piece c of a row lies.  Two rows at a time are read, 4 pieces each: they must not meet in a bank.
 DEVICE int swizzled(int row, int piece, int row_pieces) { return row * row_pieces + (piece ^ (row % 2 * 4)); }
-
-DEVICE Tile read_tile(const i32* tiles, int n) {
-  const i32* tile = tiles + 6 * n;
-  return {tile[0], tile[1], tile[2], tile[3], tile[4], tile[5]};
-}
 
 // Starts the copy of a page's K and V of a head; one group.
 DEVICE void copy_page(Stage& stage, const u16* pool, int page, int kv_head, int num_kv_heads) {
@@ -98,60 +75,6 @@ DEVICE void load_queries(Queries& queries, const u16* q, const Tile& tile, int h
     for (int j = 0; j < kDimPieces; ++j)
       queries.pieces[half][j] = i < tile.num_rows ? load_piece(row + 32 * j + 8 * t) : no_piece();
   }
-}
-
-DEVICE void read_rows(Rows& rows, const Tile& tile, const i32* token_slot, const i32* token_position) {
-  const int i = threadIdx.x;
-  if (i >= tile.num_rows) return;
-  rows.slot[i] = tile.shared > 0 ? token_slot[tile.first_row + i] : tile.slot;
-  rows.position[i] = tile.shared > 0 ? token_position[tile.first_row + i] : tile.position + i;
-}
-
-// The blocks from first_block on that any of the rows first .. end − 1 sees, and none from end_block on.
-DEVICE Step step_of(const Rows& rows, int first, int end, int first_block, int end_block, int window) {
-  const int lane = threadIdx.x % 32;
-  int lowest = rows.position[first], highest = lowest;
-  for (int i = first + lane; i < end; i += 32) {
-    lowest = min(lowest, rows.position[i]);
-    highest = max(highest, rows.position[i]);
-  }
-  lowest = reduce_min(lowest);
-  if (window > 0) first_block = max(first_block, (lowest - window + 1) / kPageTokens);
-  return {first, end, rows.slot[first], first_block, min(end_block, reduce_max(highest) / kPageTokens + 1)};
-}
-
-// One past the last row of the sequence that row `first` is of.
-DEVICE int end_of_sequence(const Rows& rows, const Tile& tile, int first) {
-  const int lane = threadIdx.x % 32;
-  u32 differ = 0;
-  int end = first;
-  do {
-    const int i = end + lane;
-    differ = ballot(i >= tile.num_rows || rows.slot[i] != rows.slot[first]);
-    end += differ ? __ffs(static_cast<int>(differ)) - 1 : 32;
-  } while (!differ);
-  return end;
-}
-
-// The own pages of the sequence of row `first`.
-DEVICE Step own_step(const Rows& rows, const Tile& tile, int first) {
-  return step_of(rows, first, end_of_sequence(rows, tile, first), tile.shared, kNoBlock, tile.window);
-}
-
-DEVICE Step first_step(const Rows& rows, const Tile& tile) {
-  if (tile.shared == 0) return step_of(rows, 0, tile.num_rows, 0, kNoBlock, tile.window);
-  const Step shared = step_of(rows, 0, tile.num_rows, 0, tile.shared, tile.window);
-  return shared.block < shared.end_block ? shared : own_step(rows, tile, 0);
-}
-
-// The next page; false: that was the last.  Own pages come after the shared ones, sequence by sequence.
-DEVICE bool advance(Step& step, const Rows& rows, const Tile& tile) {
-  if (++step.block < step.end_block) return true;
-  if (tile.shared == 0) return false;
-  const int first = step.end_block <= tile.shared ? 0 : step.end;
-  if (first == tile.num_rows) return false;
-  step = own_step(rows, tile, first);
-  return true;
 }
 
 // scores[s][u] of the warp's queries against the page: tile u of step s (attention.cuh).
@@ -256,11 +179,6 @@ DEVICE void mix(State& state, const float (&scores)[kSteps][2][4], const Stage& 
     }
 }
 
-// The positions that all 16 queries of the warp see, and those that at least one does, as [begin, end).
-struct WarpSight {
-  int any_begin, any_end, all_begin, all_end;
-};
-
 // Lets the rows of a step attend, and no others.
 DEVICE WarpSight select_rows(Queries& queries, const Step& step, const Rows& rows, const Tile& tile) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
@@ -280,8 +198,8 @@ DEVICE WarpSight select_rows(Queries& queries, const Step& step, const Rows& row
   return {any_begin, highest + 1, tile.window > 0 ? highest - tile.window + 1 : 0, least + 1};
 }
 
-DEVICE void attend(State& state, const Queries& queries, const Stage& stage, const WarpSight& sight, int window, int block,
-                   float scale) {
+DEVICE void attend(State& state, const Queries& queries, const Stage& stage, const WarpSight& sight, int window,
+                   int block, float scale) {
   const int begin = block * kPageTokens, end = begin + kPageTokens;
   if (end <= sight.any_begin || begin >= sight.any_end) return;
   float scores[kSteps][2][4];
@@ -304,13 +222,6 @@ DEVICE void store(u16* a, const State& state, const Tile& tile, int head, int nu
     for (int n = 0; n < kDimTiles; ++n)
       row[4 * n + t] = pack_half2(state.o[n][2 * half] * inverse, state.o[n][2 * half + 1] * inverse);
   }
-}
-
-// Which (tile, head) a block takes, from the one with most pages on.  An SM gets its first block out of the first
-// num_sms, its second out of the next: these in reverse, so that the pages of the two add up alike everywhere.
-DEVICE int rank_of_block(int num_sms) {
-  const int n = blockIdx.x, end = min(static_cast<int>(gridDim.x), 2 * num_sms);
-  return n < num_sms || n >= end ? n : num_sms + end - 1 - n;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)

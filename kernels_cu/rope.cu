@@ -54,15 +54,17 @@ DEVICE const u16* head_of(const u16* qkv, int token, int head, const Shape& shap
 }
 
 // Elements 2i and 2i + 1 of a piece, i = 0..3.
-DEVICE u32 word_of(const uint4& piece, int i) { return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w; }
+DEVICE u32 word_of(const uint4& piece, int i) {
+  return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
+}
 
 DEVICE float half_of(const uint4& piece, int i) {
   return half_to_float(static_cast<u16>(word_of(piece, i / 2) >> 16 * (i % 2)));
 }
 
 DEVICE uint4 pack_piece(const float (&values)[8]) {
-  return make_uint4(pack_half2(values[0], values[1]), pack_half2(values[2], values[3]), pack_half2(values[4], values[5]),
-                    pack_half2(values[6], values[7]));
+  return {pack_half2(values[0], values[1]), pack_half2(values[2], values[3]), pack_half2(values[4], values[5]),
+          pack_half2(values[6], values[7])};
 }
 
 // The thread's 8 pairs of a head lie in two pieces, this one and the one `other_piece()` further on.
@@ -91,7 +93,8 @@ DEVICE void turn_pieces(uint4& first, uint4& second, const float (&cos)[kPairs],
 }
 
 DEVICE void read_angles(float (&angles)[kPairs], const float* table, int position, int chunk) {
-  const float4* row = reinterpret_cast<const float4*>(table + static_cast<u64>(position) * (kHeadDim / 2) + kPairs * chunk);
+  const float* first = table + static_cast<u64>(position) * (kHeadDim / 2) + kPairs * chunk;
+  const float4* row = reinterpret_cast<const float4*>(first);
 #pragma unroll
   for (int i = 0; i < kPairs / 4; ++i) {
     const float4 four = row[i];
@@ -106,8 +109,8 @@ DEVICE u16* target_of(const Token& token, int head, u16* q, u16* pool, const Sha
   return keys + token.position % kPageTokens * kHeadDim;
 }
 
-DEVICE void turn_heads(const Token& token, int first_head, const u16* qkv, const float* cos_table, const float* sin_table,
-                       u16* pool, u16* q, const Shape& shape) {
+DEVICE void turn_heads(const Token& token, int first_head, const u16* qkv, const float* cos_table,
+                       const float* sin_table, u16* pool, u16* q, const Shape& shape) {
   const int chunk = threadIdx.x % kTokenThreads;
   float cos[kPairs], sin[kPairs];
   read_angles(cos, cos_table, token.position, chunk);

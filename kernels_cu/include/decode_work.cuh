@@ -1,7 +1,7 @@
 // decode_attention's work list: which page a block attends next, for which rows, and what they see of it.
 //
-// A unit is an item and a K/V head (blockIdx.x); the blocks along y stride over the items.  The layouts of items, entries
-// and tables are in decode_attention.cu.
+// A unit is an item and a K/V head (blockIdx.x); the blocks along y stride over the items.  The layouts of items,
+// entries and tables are in decode_attention.cu.
 #pragma once
 
 #include "attention.cuh"
@@ -103,4 +103,6 @@ struct Partials {
 };
 
 // Index of a row and head's first split in both.
-DEVICE int first_split(int row, int head, const Lists& lists) { return (row * lists.num_heads + head) * lists.max_blocks; }
+DEVICE int first_split(int row, int head, const Lists& lists) {
+  return (row * lists.num_heads + head) * lists.max_blocks;
+}

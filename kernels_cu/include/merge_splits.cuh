@@ -31,7 +31,8 @@ DEVICE void load_parts(SplitParts& parts, const float2* o, const float2* ml, int
 }
 
 // Adds splits in eights: those past the last are zeros with factor 0, as if nothing were seen of them.
-DEVICE void add_parts(float2& o, float& sum, const SplitParts& parts, SplitFactors& factors, float base, int num_splits) {
+DEVICE void add_parts(float2& o, float& sum, const SplitParts& parts, SplitFactors& factors, float base,
+                      int num_splits) {
   const int lane = threadIdx.x % 32;
   const float factor = exp2_fast(parts.ml.x - base);
   __syncwarp();  // nobody still reads those of the splits before
@@ -50,7 +51,8 @@ DEVICE void add_parts(float2& o, float& sum, const SplitParts& parts, SplitFacto
 }
 
 // a's 64 dims from `first_dim` on.  o: [splits][D] and ml: [splits] of the row and head.
-DEVICE void merge_splits(u16* a, const float* o, const float2* ml, SplitFactors& factors, int first_dim, int num_splits) {
+DEVICE void merge_splits(u16* a, const float* o, const float2* ml, SplitFactors& factors, int first_dim,
+                         int num_splits) {
   const int lane = threadIdx.x % 32;
   const float2* lane_o = reinterpret_cast<const float2*>(o + first_dim) + lane;
   SplitParts parts;
@@ -89,8 +91,10 @@ DEVICE void arrive(Completed& completed, const Unit& unit, const Lists& lists, c
   }
 }
 
-DEVICE void merge_completed(u16* a, const Partials& partials, Completed& completed, const Lists& lists, const Batch& batch) {
+DEVICE void merge_completed(u16* a, const Partials& partials, Completed& completed, const Lists& lists,
+                            const Batch& batch) {
   constexpr int kParts = kHeadDim / kMergeDims;
+  SplitFactors& factors = completed.factors[threadIdx.x / 32];
   const int num_tasks = completed.count * kQueriesPerKv * kParts;
 #pragma unroll 1
   for (int task = threadIdx.x / 32; task < num_tasks; task += kWarps) {
@@ -98,6 +102,6 @@ DEVICE void merge_completed(u16* a, const Partials& partials, Completed& complet
     const int head = static_cast<int>(blockIdx.x) * kQueriesPerKv + task / kParts % kQueriesPerKv;
     const int split = first_split(row, head, lists);
     merge_splits(a + (row * lists.num_heads + head) * kHeadDim, partials.o + static_cast<u64>(split) * kHeadDim,
-                 partials.ml + split, completed.factors[threadIdx.x / 32], task % kParts * kMergeDims, batch.splits[row]);
+                 partials.ml + split, factors, task % kParts * kMergeDims, batch.splits[row]);
   }
 }
