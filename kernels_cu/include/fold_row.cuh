@@ -154,7 +154,8 @@ DEVICE void fold_rows(const Fold& f, const Gains& gains, int first_row, float* s
   if (f.num_partials && f.post_gain) normalise<kRows>(sums, gains.post, f, scratch);
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
-    if (f.num_partials) for_columns(f.width, [&](int chunk, int) { x[r][chunk] = combine(x[r][chunk], sums[r][chunk]); });
+    if (f.num_partials)
+      for_columns(f.width, [&](int chunk, int) { x[r][chunk] = combine(x[r][chunk], sums[r][chunk]); });
   if (f.loop_gain) normalise<kRows>(x, gains.loop, f, scratch + kRows * kFoldWarps);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
