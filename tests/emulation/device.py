@@ -10,7 +10,9 @@ memory that is reused too early then shows.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,10 +33,20 @@ SCALARS: dict[type, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EmulatedKernel:
+    """Built when first needed."""
+
     name: str
-    function: builder.Function
+    source: Path
+    defines: dict[str, int]
+    _function: builder.Function | None = None
+
+    @property
+    def function(self) -> builder.Function:
+        if self._function is None:
+            self._function = builder.function(builder.load(builder.build(self.source, self.defines)), self.name)
+        return self._function
 
 
 @dataclass(slots=True)
@@ -77,6 +89,7 @@ class EmulatedDevice:
     _num_launches: int = 0
     _queue: list[Work] = field(default_factory=list)
     _capturing: list[Work] | None = None
+    _wanted: list[EmulatedKernel] | None = None  # while preparing: what would have been launched
     _kernels: dict[tuple[Any, ...], EmulatedKernel] = field(default_factory=dict)
 
     # ---- memory
@@ -127,8 +140,7 @@ class EmulatedDevice:
     def kernel(self, stem: str, name: str, /, **defines: int) -> EmulatedKernel:
         key = (stem, name, *sorted(defines.items()))
         if key not in self._kernels:
-            library = builder.load(builder.build(self.sources / f"{stem}.cu", defines))
-            self._kernels[key] = EmulatedKernel(name, builder.function(library, name))
+            self._kernels[key] = EmulatedKernel(name, self.sources / f"{stem}.cu", defines)
         return self._kernels[key]
 
     def launch(
@@ -141,6 +153,9 @@ class EmulatedDevice:
         shared_bytes: int = 0,
         dependent: bool = False,
     ) -> None:
+        if self._wanted is not None:
+            self._wanted.append(kernel)
+            return
         pairs = [_convert(kernel.name, i, a) for i, a in enumerate(args)]
         given = "".join(kind for kind, _ in pairs)
         if given != kernel.function.signature:
@@ -183,16 +198,26 @@ class EmulatedDevice:
             self._queue.pop(0)()
 
     def prepare(self, work: Work, progress: Callable[[int, int], None] | None = None) -> None:
-        """Nothing to do ahead: what `work` queues is dropped."""
-        self.capture(work)
+        self._wanted = []
+        try:
+            self.capture(work)  # what it queues is dropped
+            sources = {(kernel.source, *sorted(kernel.defines.items())) for kernel in self._wanted}
+        finally:
+            self._wanted = None
+        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+            libraries = compilers.map(lambda key: builder.build(key[0], dict(key[1:])), sources)
+            for ready, _ in enumerate(libraries, 1):
+                if progress is not None:
+                    progress(ready, len(sources))
 
     def capture(self, work: Work) -> EmulatedGraph:
-        self._capturing = []
+        outer, captured = self._capturing, list[Work]()  # a rehearsal may capture
+        self._capturing = captured
         try:
             work()
-            return EmulatedGraph(self, self._capturing)
+            return EmulatedGraph(self, captured)
         finally:
-            self._capturing = None
+            self._capturing = outer
 
     def event(self) -> EmulatedEvent:
         return EmulatedEvent(self)

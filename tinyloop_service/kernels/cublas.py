@@ -13,12 +13,13 @@ from typing import Any
 
 from cuda.pathfinder import load_nvidia_dynamic_lib
 
-from tinyloop_service.errors import DeviceLost
+from tinyloop_service.errors import DeviceLost, EngineFault
 
 _TRANSPOSE, _NO_TRANSPOSE = 1, 0
 _R_16F, _R_32F = 2, 0  # cudaDataType
 _COMPUTE_32F = 68
 _DEFAULT_ALGORITHM = -1
+_LOST = (13, 14)  # CUBLAS_STATUS_EXECUTION_FAILED, _INTERNAL_ERROR
 _NO_REDUCED_PRECISION_REDUCTION = 16
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
 
@@ -69,4 +70,5 @@ class CuBlas:
     def _check(self, function: str, *args: Any) -> None:
         status = getattr(self._library, function)(*args)
         if status:
-            raise DeviceLost(f"{function} answered {status}")
+            kind = DeviceLost if status in _LOST else EngineFault
+            raise kind(f"{function} answered {status}")

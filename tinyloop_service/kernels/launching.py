@@ -107,8 +107,8 @@ class Launcher:
             if kind not in self._kinds:
                 expected = "an array, None, np.int32, np.int64 or np.float32"
                 raise TypeError(f"{name}: argument {position} is {kind.__name__}, expected {expected}")
-        formats, converters = zip(*(self._kinds[kind] for kind in types), strict=True)
-        layout = struct.Struct("<" + "".join(formats)), converters
+        kinds = [self._kinds[kind] for kind in types]
+        layout = struct.Struct("<" + "".join(letters for letters, _ in kinds)), tuple(convert for _, convert in kinds)
         self._layouts[types] = layout
         return layout
 

@@ -1,0 +1,54 @@
+"""Without a GPU there is one exception, and its sentence names what is missing and the way out."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from tinyloop_service.kernels.availability import DeviceUnavailable, open_cupy_device
+
+
+class CUDARuntimeError(RuntimeError):
+    """As CuPy's."""
+
+
+def fake_cupy(*, devices: int | None = 1, capability: tuple[int, int] = (9, 0)) -> ModuleType:
+    def count() -> int:
+        if devices is None:
+            raise CUDARuntimeError("cudaErrorInsufficientDriver")
+        return devices
+
+    def properties(ordinal: int) -> dict[str, object]:
+        return {"name": b"NVIDIA Test", "major": capability[0], "minor": capability[1]}
+
+    cupy = ModuleType("cupy")
+    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        runtime=SimpleNamespace(getDeviceCount=count, getDeviceProperties=properties, CUDARuntimeError=CUDARuntimeError)
+    )
+    return cupy
+
+
+@pytest.mark.parametrize(
+    ("cupy", "says"),
+    [
+        (None, r"CuPy is not installed .*pip install 'tinyloop-service\[cuda13\]'"),
+        (fake_cupy(devices=None), r"no CUDA device, or no driver for it \(cudaErrorInsufficientDriver\)"),
+        (fake_cupy(devices=0), r"no CUDA device 0 \(CUDA finds 0\)"),
+        (fake_cupy(capability=(7, 5)), r"NVIDIA Test has compute capability 7\.5, at least 8\.0 is needed"),
+    ],
+)
+def test_why_not(monkeypatch: pytest.MonkeyPatch, cupy: ModuleType | None, says: str) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with pytest.raises(DeviceUnavailable, match=says):
+        open_cupy_device()
+
+
+def test_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    for name in ("cupy_device", "launching"):
+        monkeypatch.delitem(sys.modules, f"tinyloop_service.kernels.{name}", raising=False)
+    with pytest.raises(DeviceUnavailable, match="cuda-bindings are not installed"):
+        open_cupy_device()
