@@ -1,4 +1,4 @@
-"""What is shipped: the wheel holds the model, the contract and the licence, and works where nothing else is."""
+"""What is shipped: the wheel holds model, contract, kernels and licence, and works where nothing else is."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def test_it_holds_what_a_user_needs(wheel: Path) -> None:
     assert sizes["tinyloop_service/demo/demo.tinyloop"] <= MAX_MODEL_BYTES
     for proto in (ROOT / "protos/tinyloop/v1").glob("*.proto"):
         assert f"tinyloop_service/protos/tinyloop/v1/{proto.name}" in sizes
+    for source in (ROOT / "kernels_cu").rglob("*.cu*"):
+        assert f"tinyloop_service/{source.relative_to(ROOT)}" in sizes
     assert any(name.endswith("licenses/LICENSE") for name in sizes)
 
 
@@ -45,6 +47,7 @@ def test_it_imports_from_the_wheel_alone(wheel: Path, tmp_path: Path) -> None:
         archive.extractall(tmp_path)
     code = (
         "import tinyloop_service; from tinyloop_service.cli import main; from tinyloop_service.demo import MODEL_PATH\n"
+        "from tinyloop_service.kernels.build import KernelBuilder; KernelBuilder('sm_80').compile('tables', {})\n"
         "print(tinyloop_service.__file__, flush=True); main(['inspect', str(MODEL_PATH)])"
     )
     done = subprocess.run(
