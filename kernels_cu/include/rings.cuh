@@ -46,7 +46,8 @@ DEVICE void copy_scales(const Product& p, const Share& s, u64 policy) {
 DEVICE void copy_x_stage(const Product& p, const Share& s, int stage, int slot) {
   constexpr int kRowsAtOnce = kWarpsM * 4, kRounds = (kRowTiles * 8 + kRowsAtOnce - 1) / kRowsAtOnce;
   const int member = s.warp_m * 32 + s.lane, first_row = member / 8, column = member % 8;
-  const u16* row_source = p.x + static_cast<long long>(first_row) * p.num_inputs + column * 8;
+  const u16* row_source = p.x + first_row * p.num_inputs + column * 8;
+  const int step = kRowsAtOnce * p.num_inputs;
   uint4* row_target = s.x + (column / 4 * p.rows + first_row) * 4 + column % 4;
 #pragma unroll
   for (int i = 0; i < kWarpParts * kStageBlocks; ++i) {
@@ -56,10 +57,9 @@ DEVICE void copy_x_stage(const Product& p, const Share& s, int stage, int slot) 
     const u16* source = row_source + block * kBlockInputs;
     uint4* target = row_target + (slot * kWarpParts * kStageBlocks + i) * x_block(p);
 #pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      const int skip = round * kRowsAtOnce;
-      if (first_row + skip < p.rows)
-        cp_async16(target + skip * 4, source + static_cast<long long>(skip) * p.num_inputs, true);
+    for (int round = 0; round < kRounds; ++round, source += step) {
+      const bool surely = (round + 1) * kRowsAtOnce <= (kRowTiles - 1) * 8;  // all but the last row tile is full
+      if (surely || first_row + round * kRowsAtOnce < p.rows) cp_async16(target + round * kRowsAtOnce * 4, source, true);
     }
   }
 }
