@@ -1,6 +1,6 @@
 // Decode linears: s[r][n] = Σ_k weight[n][k] · x[r][k] for 1 to 64 rows r, and what each linear's sums become.
 //
-//   linear_qkv       q[r] = rope(s) as half; K = rope(s) and V = s as half into the row's page
+//   linear_qkv       q[r] = rope(s) as half; K = rope(s) and V = s as half into the row's page (qkv.cuh)
 //   linear_gate_up   h[r][c] = silu(s_gate) · s_up as half
 //   linear_partials  partials[blockIdx.y][r][n] = s over this block's parts of K; fold_norm adds them up
 //   linear_logits    logits[r][n] = s
@@ -8,7 +8,8 @@
 // weights  INT4 or half tiles (weight_tiles.cuh), num_tiles · 16 outputs × num_inputs, 16-byte aligned
 // scales   half [num_tiles][num_inputs/group][8][2]; null for half weights
 // x        half [rows][num_inputs]
-// num_inputs is a multiple of max(64, group); head_dim of 16.  keep: may the weights stay in L2 for their next use?
+// num_inputs is a multiple of max(64, group); head_dim is 16, 32, 64 …
+// keep     whether the weights should stay in L2 for their next use
 //
 // Instead of x, qkv, gate_up and logits of up to 4 rows (TL_FOLD_ROWS) take the residual stream and do fold_norm's work
 // themselves, with its bits (fold_row.cuh, whose names the parameters have): stream and partials are read, stream_out
@@ -22,7 +23,7 @@
 // threads.  Accumulators and epilogues are fp32; q, K, V and h are rounded once, as they are stored.
 // Bytes: the weights once; x (rows · num_inputs / gridDim.y halves) by every block, out of L2.
 #include "fold_row.cuh"
-#include "matmul.cuh"
+#include "qkv.cuh"
 
 #define QKV 0
 #define GATE_UP 1
@@ -31,18 +32,18 @@
 #ifndef TL_EPILOGUE
 #define TL_EPILOGUE PARTIALS
 #endif
-
 #ifndef TL_FOLD_ROWS
 #define TL_FOLD_ROWS 0
 #endif
 
-constexpr int kFoldRows = TL_FOLD_ROWS;  // 0: x is given; else the number of rows, and x comes out of fold_row.cuh
-constexpr int kScratchBytes = 16 * 16 * ((kFoldRows * kFoldScratch * 4 + 255) / 256);  // before the rings
+constexpr int kFoldRows = TL_FOLD_ROWS;  // 0: x is given; else the number of rows, and x comes out of the stream
+constexpr int kScratchBytes = (kFoldRows * kFoldScratch * 4 + 255) / 256 * 256;  // before the rings
 static_assert(kFoldRows == 0 || (kResident && kRowTiles == 1));
 
 // The stream as the kernels get it.  Only the first thread block stores it, and what is injected.
-DEVICE Fold fold_of(const float* stream, float* stream_out, const float* partials, int num_partials, const u16* post_gain,
-                    const u16* loop_gain, const u16* gain, int inject, float* injected, const Product& p, float eps) {
+DEVICE Fold fold_of(const float* stream, float* stream_out, const float* partials, int num_partials,
+                    const u16* post_gain, const u16* loop_gain, const u16* gain, int inject, float* injected, float eps,
+                    const Product& p) {
   float* out = blockIdx.x == 0 ? stream_out : nullptr;
   return {stream, out, partials, num_partials, post_gain, loop_gain, gain, inject, injected, p.rows, p.num_inputs, eps};
 }
@@ -52,15 +53,15 @@ template <int kRows>
 DEVICE void fold_x(const Product& p, const Share& s, const Fold& f, const Gains& gains, float* scratch) {
   uint2* x = reinterpret_cast<uint2*>(s.x);
   fold_rows<kRows>(f, gains, 0, scratch, [&](int row, int column, uint2 halves) {
-    const int block = column / kBlockInputs, half = column / 32 % 2, in_half = column % 32 / 4;
-    x[((block * 2 + half) * p.rows + row) * 8 + in_half] = halves;
+    const int half_block = column / 32, in_half = column % 32 / 4;
+    x[(half_block * p.rows + row) * 8 + in_half] = halves;
   });
   for (int stage = 0; stage < kDepth - 1; ++stage) cp_async_commit();
 }
 
-// Everything but the epilogue.  prepare() runs while x is under way.
-template <class Prepare, class Store>
-DEVICE void matmul(const Product& p, const Fold& fold, unsigned char* shared, Prepare prepare, Store store) {
+// Everything, the weights first.  Epilogue: as StoreHeads in qkv.cuh.
+template <class Epilogue>
+DEVICE void matmul(const Product& p, const Fold& fold, unsigned char* shared, Epilogue epilogue) {
   unsigned char* rings = shared + kScratchBytes;
   const u64 policy = cache_policy(p.keep);
   const Share share = take_share(p, rings);
@@ -70,62 +71,26 @@ DEVICE void matmul(const Product& p, const Fold& fold, unsigned char* shared, Pr
   if constexpr (kFoldRows > 0) {
     const Gains gains = load_gains(fold);
     dependency_wait();
-    prepare();
+    epilogue.load();
     fold_x<kFoldRows>(p, share, fold, gains, reinterpret_cast<float*>(shared));
   } else {
     dependency_wait();
+    epilogue.load();
     start_x(p, share);
-    prepare();
   }
+  epilogue.prepare();
   multiply<(kFoldRows > 0)>(sums, p, share, policy);
-  reduce_and_store(sums, p, share, rings, store);
+  epilogue.finish();
+  reduce_and_store(sums, p, share, rings, epilogue);
 }
+
+struct NothingToPrepare {
+  DEVICE void load() {}
+  DEVICE void prepare() {}
+  DEVICE void finish() {}
+};
 
 #if TL_EPILOGUE == QKV
-constexpr int kPageTokens = 64;
-constexpr int kTargetBytes = 64 * 16;
-
-// Where the key and the value of one row of the batch go: a page is K [G][64][D], then V transposed [G][D][64].
-struct Target {
-  u16* page;     // null: a padding row
-  int position;  // absolute
-};
-
-struct Heads {
-  int num_heads, num_kv_heads, head_dim;
-  bool interleaved;
-};
-
-DEVICE Target find_target(int row, const i32* position, const i32* row_slot, const i32* tables, int layer,
-                          int max_layers, int max_blocks, u16* pool, int page_size) {
-  const int at = position[row], slot = row_slot[row];
-  if (at < 0 || slot < 0) return {nullptr, -1};
-  const i32 page = tables[(static_cast<long long>(slot) * max_layers + layer) * max_blocks + at / kPageTokens];
-  return {pool + static_cast<long long>(page) * page_size, at};
-}
-
-struct Pair {
-  float first, second;
-};
-
-DEVICE Pair turn(float a, float b, float cos, float sin) {
-  return {fmaf(a, cos, -(b * sin)), fmaf(b, cos, a * sin)};
-}
-
-DEVICE void store_rotated(const Heads& h, const Target& target, int head, int i, const Pair& value, u16* q_row) {
-  const int first = h.interleaved ? 2 * i : i, second = h.interleaved ? 2 * i + 1 : i + h.head_dim / 2;
-  u16* to = head < h.num_heads ? q_row + head * h.head_dim
-                               : target.page + ((head - h.num_heads) * kPageTokens + target.position % kPageTokens) * h.head_dim;
-  to[first] = float_to_half(value.first);
-  to[second] = float_to_half(value.second);
-}
-
-DEVICE void store_value(const Heads& h, const Target& target, int head, int dim, float low, float high) {
-  u16* to = target.page + (h.num_kv_heads + head) * kPageTokens * h.head_dim + target.position % kPageTokens;
-  to[dim * kPageTokens] = float_to_half(low);
-  to[(dim + 8) * kPageTokens] = float_to_half(high);
-}
-
 // position   int32 [rows], −1: a padding row, which stores nothing
 // row_slot   int32 [rows]              tables  int32 [slots][max_layers][max_blocks], page ids
 // pool       half [pages][2·G·64·D]    cos, sin  float [max_seq_len][D/2]    q  half [rows][H·D]
@@ -134,35 +99,35 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                const float* stream, float* stream_out, const float* partials, int num_partials, const u16* post_gain,
                const u16* loop_gain, const u16* gain, int inject, float* injected, float eps, const i32* position,
                const i32* row_slot, const i32* tables, int layer, int max_layers, int max_blocks, u16* pool,
-               const float* cos, const float* sin, u16* q, int num_heads, int num_kv_heads, int head_dim,
+               const float* cos, const float* sin, u16* q, int num_heads, int num_kv_heads, int log2_head_tiles,
                int interleaved) {
   DYNAMIC_SHARED(shared);
-  Target* targets = reinterpret_cast<Target*>(shared);  // [rows], before the rest
-  const Heads heads = {num_heads, num_kv_heads, head_dim, interleaved != 0};
   const Product p = {weights, scales, x, rows, num_tiles, num_inputs, keep != 0};
-  const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected, p, eps);
-  auto find_targets = [&] {
-    if (threadIdx.x < rows)
-      targets[threadIdx.x] = find_target(threadIdx.x, position, row_slot, tables, layer, max_layers, max_blocks, pool,
-                                         2 * num_kv_heads * kPageTokens * head_dim);
-  };
-  matmul(p, fold, shared + kTargetBytes, find_targets, [&](int tile, int g, int row, float low, float high) {
-    const Target target = targets[row];
-    if (!target.page) return;
-    const int tiles_per_head = head_dim / kTileRows, head = tile / tiles_per_head, tile_in_head = tile % tiles_per_head;
-    if (head < num_heads + num_kv_heads) {
-      const int i = tile_in_head * 8 + g;
-      const long long angle = static_cast<long long>(target.position) * (head_dim / 2) + i;
-      store_rotated(heads, target, head, i, turn(low, high, cos[angle], sin[angle]),
-                    q + static_cast<long long>(row) * num_heads * head_dim);
-    } else {
-      store_value(heads, target, head - num_heads - num_kv_heads, tile_in_head * kTileRows + g, low, high);
-    }
-  });
+  const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected,
+                            eps, p);
+  StoreHeads epilogue = {{position, row_slot, tables, layer, max_layers, max_blocks, pool},
+                         {num_heads, num_kv_heads, log2_head_tiles, interleaved != 0},
+                         cos,
+                         sin,
+                         q,
+                         rows,
+                         reinterpret_cast<Target*>(shared),
+                         reinterpret_cast<float*>(shared + kTargetBytes)};
+  matmul(p, fold, shared + qkv_bytes(rows), epilogue);
 }
 #endif
 
 #if TL_EPILOGUE == GATE_UP
+struct StoreChannels : NothingToPrepare {
+  u16* h;
+  int width;
+
+  DEVICE void store(int tile, int g, int row, float gate, float up) {
+    const float silu = gate / (1.0f + exp2_fast(gate * -1.44269504f));  // far below zero: −x / inf = −0
+    h[static_cast<long long>(row) * width + tile * 8 + g] = float_to_half(silu * up);
+  }
+};
+
 // h  half [rows][num_tiles·8]
 extern "C" __global__ void __launch_bounds__(kThreads)
     linear_gate_up(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
@@ -171,13 +136,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                    u16* h) {
   DYNAMIC_SHARED(shared);
   const Product p = {weights, scales, x, rows, num_tiles, num_inputs, keep != 0};
-  const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected, p, eps);
-  matmul(p, fold, shared, [] {}, [&](int tile, int g, int row, float gate, float up) {
-    const float silu = gate / (1.0f + exp2_fast(gate * -1.44269504f));  // far below zero: −x / inf = −0
-    h[static_cast<long long>(row) * num_tiles * 8 + tile * 8 + g] = float_to_half(silu * up);
-  });
+  const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected,
+                            eps, p);
+  matmul(p, fold, shared, StoreChannels{{}, h, num_tiles * 8});
 }
 #endif
+
+struct StoreSums : NothingToPrepare {
+  float* to;  // [rows][width]
+  int width;
+
+  DEVICE void store(int tile, int g, int row, float low, float high) {
+    float* at = to + static_cast<long long>(row) * width + tile * kTileRows + g;
+    at[0] = low;
+    at[8] = high;
+  }
+};
 
 #if TL_EPILOGUE == PARTIALS
 // partials  float [gridDim.y][rows][num_tiles·16]
@@ -186,11 +160,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                     int keep, float* partials) {
   DYNAMIC_SHARED(shared);
   const Product p = {weights, scales, x, rows, num_tiles, num_inputs, keep != 0};
-  matmul(p, {}, shared, [] {}, [&](int tile, int g, int row, float low, float high) {
-    const long long start = (static_cast<long long>(blockIdx.y) * rows + row) * num_tiles * kTileRows;
-    partials[start + tile * kTileRows + g] = low;
-    partials[start + tile * kTileRows + g + 8] = high;
-  });
+  const int width = num_tiles * kTileRows;
+  matmul(p, {}, shared, StoreSums{{}, partials + static_cast<long long>(blockIdx.y) * rows * width, width});
 }
 #endif
 
@@ -203,11 +174,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   float* logits) {
   DYNAMIC_SHARED(shared);
   const Product p = {weights, scales, x, rows, num_tiles, num_inputs, keep != 0};
-  const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected, p, eps);
-  matmul(p, fold, shared, [] {}, [&](int tile, int g, int row, float low, float high) {
-    const long long start = static_cast<long long>(row) * num_tiles * kTileRows;
-    logits[start + tile * kTileRows + g] = low;
-    logits[start + tile * kTileRows + g + 8] = high;
-  });
+  const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected,
+                            eps, p);
+  matmul(p, fold, shared, StoreSums{{}, logits, num_tiles * kTileRows});
 }
 #endif
