@@ -11,7 +11,6 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.pack import BLOCK_INPUTS, LinearKind
 
 PARTS: dict[LinearKind, int] = {"qkv": 8, "o": 8, "gate_up": 2, "down": 16, "head": 2}  # of K; fixes every sum's order
@@ -57,7 +56,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One way to cut a product; the names are those of matmul.cuh."""
+    """One way to cut a product; the names are those of cut.cuh."""
 
     tiles: int  # weight tiles of a warp
     warps_m: int  # the other 8 / warps_m share K
@@ -77,7 +76,7 @@ class Cut:
         return p.most_blocks(PARTS[p.kind]) // self.stage_blocks
 
     def shared_bytes(self, p: Product, fold_rows: int = 0) -> int:
-        """As take_share in matmul.cuh lays it out; the sums of all warps come over it at the end."""
+        """As take_share in cut.cuh lays it out; the sums of all warps come over it at the end."""
         slots = min(self.depth, self.num_stages(p))
         parts = WARPS // self.warps_m * self.warp_parts
         ring_blocks = parts * slots * self.stage_blocks
@@ -87,7 +86,8 @@ class Cut:
         scales = WARPS * self.warp_parts * self.tiles * groups * 32
         sums = WARPS * self.tiles * p.row_tiles * 512
         scratch = -(-fold_rows * _FOLD_BYTES // 256) * 256
-        return max(x + weights + scales, sums) + scratch + (_TARGET_BYTES if p.kind == "qkv" else 0)
+        angles = p.rows * self.warps_m * self.tiles * 64
+        return max(x + weights + scales, sums) + scratch + (_TARGET_BYTES + angles if p.kind == "qkv" else 0)
 
     def defines(self, p: Product) -> dict[str, int]:
         return {
@@ -103,13 +103,16 @@ class Cut:
 
 
 @functools.cache
-def choose_cut(p: Product, *, num_sms: int, limit: int) -> Cut:
-    """The cut that should be fastest: work spread evenly, then tiles that share activations, then deep rings."""
+def choose_cut(p: Product, *, num_sms: int, limit: int) -> Cut | None:
+    """The cut that should be fastest: work spread evenly, then tiles that share activations, then deep rings.
+
+    None: none fits into `limit` bytes of shared memory; fewer rows do.
+    """
     full = replace(p, rows=8 * p.row_tiles)  # so that all counts of one row tile share their kernels
     for cut in sorted(_candidates(p), key=lambda cut: _preference(cut, p, num_sms)):
         if cut.shared_bytes(full) <= limit:
             return cut
-    raise KernelArgumentError(f"linear: {p} needs more than the {limit} bytes of shared memory there are")
+    return None
 
 
 def _candidates(p: Product) -> Iterator[Cut]:

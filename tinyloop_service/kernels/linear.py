@@ -18,7 +18,7 @@ from tinyloop_service.kernels.cut import MOST_ROWS, Cut, Product, choose_cut
 from tinyloop_service.kernels.device import Argument, Array, Device
 from tinyloop_service.kernels.match import KernelArgumentError, match
 from tinyloop_service.kernels.norm import FOLD_ROWS, Fold, num_chunks
-from tinyloop_service.kernels.pack import LinearKind, PackedLinear
+from tinyloop_service.kernels.pack import TILE_ROWS, LinearKind, PackedLinear
 
 PAGE_TOKENS = 64
 THREADS = 256
@@ -54,6 +54,11 @@ def linear_qkv(
     cos, sin   float32 [max_seq_len, D/2]
     q          float16 [R, H·D]
     """
+    if cut is None and not isinstance(y, Fold) and (half := _split(device, packed, int(y.shape[0]))):
+        for rows in (slice(0, half), slice(half, None)):
+            inputs = y[rows], position[rows], row_slot[rows], tables, layer, pool, cos, sin, q[rows]
+            linear_qkv(device, packed, *inputs, num_kv_heads=num_kv_heads, dependent=dependent)
+        return
     source = _Input.of("linear_qkv", y)
     sizes = match(
         "linear_qkv",
@@ -73,7 +78,9 @@ def linear_qkv(
         raise KernelArgumentError(f"linear_qkv: layer is {layer}, the tables have {sizes['L']}")
     paging = (position, row_slot, tables, np.int32(layer), np.int32(sizes["L"]), np.int32(sizes["B"]), pool)
     interleaved = packed.pairing == "interleaved"
-    heads = [np.int32(n) for n in (sizes["Q"] // head_dim, num_kv_heads, head_dim, interleaved)]
+    log2_tiles = (head_dim // TILE_ROWS).bit_length() - 1
+    _require("linear_qkv", "head_dim", head_dim, TILE_ROWS << max(0, log2_tiles))
+    heads = [np.int32(n) for n in (sizes["Q"] // head_dim, num_kv_heads, log2_tiles, interleaved)]
     arguments: tuple[Argument, ...] = (*source.fold, *paging, cos, sin, q, *heads)
     _launch(device, "linear_qkv", _QKV, packed, source, arguments, cut, dependent)
 
@@ -140,7 +147,21 @@ def cut_of(device: Device, packed: PackedLinear, rows: int) -> Cut:
     """How a launch over this many rows is cut."""
     if not 1 <= rows <= MOST_ROWS:
         raise KernelArgumentError(f"linear: {rows} rows, expected 1 to {MOST_ROWS}")
-    return choose_cut(product_of(packed, rows), num_sms=device.num_sms, limit=device.max_shared_bytes)
+    cut = choose_cut(product_of(packed, rows), num_sms=device.num_sms, limit=device.max_shared_bytes)
+    if cut is None:
+        raise KernelArgumentError(f"linear: {rows} rows need more shared memory than {device.max_shared_bytes} bytes")
+    return cut
+
+
+def _split(device: Device, packed: PackedLinear, rows: int) -> int:
+    """Where to cut a batch in two because its activations do not fit, whole tiles of rows before; 0: they fit.
+
+    The blocks of "qkv" see all of K, which is much for the shared memory of some devices.
+    """
+    product = product_of(packed, rows)
+    if rows <= 8 or choose_cut(product, num_sms=device.num_sms, limit=device.max_shared_bytes):
+        return 0
+    return product.row_tiles // 2 * 8
 
 
 def product_of(packed: PackedLinear, rows: int) -> Product:
