@@ -9,7 +9,7 @@ way moves a sum over K inputs by 1/127 of one input's share, and such flips bree
 the rms difference stays below a few percent of the logits' rms.
 "cuda": every input of a linear and of attention is rounded to fp16, five of them in a block, and prompt tokens see
 weights rounded to fp16: a relative 2^-12 each, independent of one another, so a block adds about 2^-12 · √6 = 6e-4 of
-its output's rms, and 2 + loops blocks in a row at most that many times as much.
+its output's rms, and seven blocks in a row 6e-4 · √7 = 1.6e-3; twice that is allowed.
 
 A wrong switch, a wrong position or a wrong mask gives 100 percent.
 """
@@ -86,7 +86,7 @@ class Arithmetic:
 ARITHMETICS = {
     "cpu float": Arithmetic("cpu", lambda spec: engine_of(spec, accuracy_level=0), "exact", 1e-3),
     "cpu int8": Arithmetic("cpu", engine_of, "int8", 5e-2),
-    "cuda": Arithmetic("cuda", lambda spec: make_engine("cuda", weights_of(spec)), "exact", 6e-3),
+    "cuda": Arithmetic("cuda", lambda spec: make_engine("cuda", weights_of(spec)), "exact", 3e-3),
 }
 
 
@@ -133,7 +133,7 @@ def test_prompts(arithmetic: str, name: str) -> None:
 def test_depths(arithmetic: str, name: str, loops: int) -> None:
     how = ARITHMETICS[arithmetic]
     error = prefill_difference(how, SPECS[name], loops)
-    assert error < how.tolerance * (1 + loops / 4), f"{loops} loops: {error}"
+    assert error < how.tolerance * (1 + loops) ** 0.5, f"{loops} loops: {error}"
 
 
 @pytest.mark.parametrize("window", [1, 20, 64, 65, 100])
@@ -175,4 +175,4 @@ def test_the_served_size() -> None:
     prefix = driver.prefix(TOKENS)
     got = driver.engine.read_logits(prefix.id)
     driver.engine.close()
-    assert difference(got, model.forward(TOKENS, model.new_cache(8))[-1]) < 3 * how.tolerance
+    assert difference(got, model.forward(TOKENS, model.new_cache(8))[-1]) < 3 * how.tolerance  # (1 + loops) ** 0.5
