@@ -70,7 +70,7 @@ def make_engine(kind: Kind, weights: ModelWeights, *, kv_memory: int = 256 << 20
 
     device = _device(kind, weights.spec)
     if kind == "emulated":  # few kernels, for each is compiled
-        return CudaEngine(weights, device=device, kv_memory=kv_memory, debug=True, row_counts=(1, 8, 16), max_chunk=256)
+        return CudaEngine(weights, device=device, kv_memory=kv_memory, debug=True, row_counts=(1, 8), max_chunk=256)
     return CudaEngine(weights, device=device, kv_memory=kv_memory, debug=True)
 
 

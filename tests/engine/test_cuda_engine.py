@@ -29,7 +29,7 @@ from tinyloop_service.errors import EngineFault, InvalidArgument
 from tinyloop_service.types import CacheMode, Sampling
 
 PAGE, CHUNK = 64, 50
-ROW_COUNTS = (1, 8, 16)
+ROW_COUNTS = (1, 8)
 TOKENS = tuple(np.random.default_rng(7).integers(0, 96, 250).tolist())
 HOT = Sampling(temperature=0.9, top_k=40, top_p=0.95, logprobs=2, seed=3)
 
@@ -95,8 +95,8 @@ def test_greedy_tokens_are_the_reference_s(name: str) -> None:
 # ---- equal to itself
 
 
-@pytest.mark.parametrize("window", [0, 1, PAGE + 1])
-@pytest.mark.parametrize("length", [1, PAGE - 1, PAGE, PAGE + 1, 150])
+@pytest.mark.parametrize("window", [0, PAGE + 1])
+@pytest.mark.parametrize("length", [1, PAGE, PAGE + 1, 150])
 def test_cold_equals_warm(driver: Driver, length: int, window: int) -> None:
     """T1, for suffixes of 0, 1 and a page."""
     prefix = driver.prefix(TOKENS[:length], chunk=CHUNK, window=window)
@@ -109,7 +109,7 @@ def test_cold_equals_warm(driver: Driver, length: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "switched"])
-@pytest.mark.parametrize("chunk", [7, PAGE, 77])
+@pytest.mark.parametrize("chunk", [19, 77])
 def test_chunks_leave_the_same_pages(name: str, chunk: int) -> None:
     """T3: every cache layer, and the logits of the last token."""
     driver = Driver(shared_engine(SPECS[name]))
@@ -120,7 +120,7 @@ def test_chunks_leave_the_same_pages(name: str, chunk: int) -> None:
     driver.close(whole, parts)
 
 
-@pytest.mark.parametrize("rows", [2, 7, 9, 18])
+@pytest.mark.parametrize("rows", [2, 7, 9])
 def test_company_changes_nothing(driver: Driver, rows: int) -> None:
     """T2 and T19: alone, in a batch or two, joining late, after others left; seeds of others do not matter."""
     prefix = driver.prefix(TOKENS[:100])
@@ -174,6 +174,21 @@ def test_any_mix_in_one_plan(driver: Driver) -> None:
     driver.close(*rows, *begun, build, expected, *prefixes)
 
 
+def test_many_prompts_in_one_plan(driver: Driver) -> None:
+    """Suffixes off one prefix share tiles; in two chunks each, so that the second ones begin at different places."""
+    prefix, other = driver.prefix(TOKENS[:90]), driver.prefix(TOKENS[:70], window=30)
+    asked = [(prefix, TOKENS[100 + i : 102 + 9 * i], 0) for i in range(5)] + [(other, TOKENS[60:65], 30)]
+    alone = [driver.alone(parent, suffix, 1, sampling=HOT, window=window) for parent, suffix, window in asked]
+    rows = [driver.open(parent, sampling=HOT, prompt=suffix, window=window) for parent, suffix, window in asked]
+    sizes = [max(1, len(suffix) // 2) for _, suffix, _ in asked]
+    driver.step(prefill=tuple(driver.chunk(held, size) for held, size in zip(rows, sizes, strict=True)))
+    rest = [held for held in rows if held.length < len(held.tokens)]
+    driver.step(prefill=tuple(driver.chunk(held, len(held.tokens) - held.length) for held in rest))
+    driver.decode(rows, 1)
+    assert [driver.drawn[held.id] for held in rows] == alone
+    driver.close(*rows, prefix, other)
+
+
 @pytest.mark.parametrize("lengths", [(70, 10, 5), (64, 64, 1), (1, 1, 1)])
 @pytest.mark.parametrize("window", [0, 65])
 def test_chains_of_parents(driver: Driver, lengths: tuple[int, ...], window: int) -> None:
@@ -193,7 +208,7 @@ def test_decodes_never_change_a_prefix(driver: Driver) -> None:
     prefix = driver.prefix(TOKENS[:100])
     before, logits = driver.engine.read_kv(prefix.id), driver.engine.read_logits(prefix.id)
     first = driver.alone(prefix, TOKENS[100:103], 4, sampling=HOT)
-    for i in range(20):
+    for i in range(8):
         driver.alone(prefix, TOKENS[100 : 103 + i % 3], 1, sampling=replace(HOT, seed=i))
     assert driver.alone(prefix, TOKENS[100:103], 4, sampling=HOT) == first
     assert np.array_equal(driver.engine.read_kv(prefix.id), before)

@@ -9,7 +9,7 @@ import pytest
 from test_small_cases import PLAIN
 
 from tinyloop_service.engine.api import Open
-from tinyloop_service.engine.cuda.batch import attention_tables, prompt_tiles
+from tinyloop_service.engine.cuda.batch import Span, SplitTables, prompt_tiles, tile_order
 from tinyloop_service.engine.cuda.schedule import schedule_of
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
@@ -19,8 +19,8 @@ from tinyloop_service.engine.spec import ModelSpec
 class Chains:
     """Sequences of given lengths without an engine."""
 
-    def __init__(self) -> None:
-        self.table, self.next = SequenceTable(8, 4, 10), 0
+    def __init__(self, slots: int = 8) -> None:
+        self.table, self.next = SequenceTable(slots, 4, 10), 0
 
     def open(self, length: int, parent: Sequence | None = None, window: int = 0) -> Sequence:
         """`length`: all tokens, the parent's included."""
@@ -36,7 +36,7 @@ class Chains:
 
 def read_splits(rows: list[Sequence], num_steps: int) -> list[list[tuple[int, int, int]]]:
     """(ordinal, owner's slot, block) of everything that each row reads, by ordinal."""
-    tables = attention_tables(rows, num_steps)
+    tables = SplitTables().tables(rows, num_steps)
     result: list[list[tuple[int, int, int]]] = [[] for _ in rows]
     for owner, block, first, count in tables.items.tolist():
         for row, ordinal in tables.entries[first : first + count].tolist():
@@ -50,7 +50,7 @@ def test_a_shared_prefix_is_one_item_a_block() -> None:
     chains = Chains()
     prefix = chains.open(130)  # two whole blocks and a part, which the rows have copies of
     rows = [chains.open(length, prefix) for length in (130, 135, 191)]
-    tables = attention_tables(rows, 1)
+    tables = SplitTables().tables(rows, 1)
     assert tables.items[:2].tolist() == [[prefix.slot, 0, 0, 3], [prefix.slot, 1, 3, 3]]
     assert sorted(map(tuple, tables.items[2:, [0, 1, 3]].tolist())) == sorted((row.slot, 2, 1) for row in rows)
     shared = [(0, prefix.slot, 0), (1, prefix.slot, 1)]
@@ -62,6 +62,17 @@ def test_the_splits_of_later_steps_are_there_from_the_first() -> None:
     row = chains.open(60)
     assert read_splits([row], 4) == [[(0, row.slot, 0)]]  # tokens 60 … 63
     assert read_splits([row], 5) == [[(0, row.slot, 0), (1, row.slot, 1)]]
+
+
+def test_tables_are_made_again_when_a_row_comes_to_another_block() -> None:
+    chains, tables = Chains(), SplitTables()
+    rows = [chains.open(60), chains.open(10)]
+    made = tables.tables(rows, 2)
+    rows[0].length += 2
+    assert tables.tables(rows, 2) is made
+    rows[0].length += 1
+    assert tables.tables(rows, 2).row_items.tolist() == [2, 1]
+    assert tables.tables(rows[::-1], 2).row_items.tolist() == [1, 2]
 
 
 def test_blocks_behind_the_window_are_left_out() -> None:
@@ -86,9 +97,29 @@ def test_a_chain_names_each_owner() -> None:
 def test_tiles_of_a_chunk() -> None:
     chains = Chains()
     sequence = chains.open(0, window=9)
-    tiles = prompt_tiles(100, sequence, 50, 130)
     slot = sequence.slot
-    assert tiles.tolist() == [[slot, 100, 64, 50, 9, 0], [slot, 164, 64, 114, 9, 0], [slot, 228, 2, 178, 9, 0]]
+    assert prompt_tiles([Span(sequence, 100, 50, 130)]).tolist() == [
+        [slot, 100, 64, 50, 9, 0], [slot, 164, 64, 114, 9, 0], [slot, 228, 2, 178, 9, 0]
+    ]  # fmt: skip
+
+
+def test_suffixes_off_one_parent_share_tiles() -> None:
+    """Not those with another window, nor off a parent without a whole block, nor one alone."""
+    chains = Chains(slots=10)
+    parent, short = chains.open(130), chains.open(20)
+    wide = [chains.open(130, parent) for _ in range(3)]
+    narrow, alone = chains.open(130, parent, window=70), chains.open(50)
+    below = [chains.open(20, short) for _ in range(2)]
+    spans, row = [], 0
+    for sequence in sorted([*wide, narrow, alone, *below], key=tile_order):
+        count = 30 if sequence in wide else 5
+        spans.append(Span(sequence, row, sequence.length, count))
+        row += count
+    tiles = prompt_tiles(spans).tolist()
+    own = [[s.sequence.slot, s.row, 5, s.position, s.sequence.window, 0] for s in spans if s.sequence not in wide]
+    first = next(s for s in spans if s.sequence in wide)
+    shared = [[first.sequence.slot, first.row, 64, 0, 0, 2], [first.sequence.slot, first.row + 64, 26, 0, 0, 2]]
+    assert sorted(tiles) == sorted(own + shared)
 
 
 def test_slots_come_back_and_run_out() -> None:

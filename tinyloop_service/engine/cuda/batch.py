@@ -7,15 +7,18 @@ through the same owner are one item with an entry for each of them, so that a sh
     entries    (row, ordinal of the split among the row's)                 of one item side by side
     row_items  splits of each row; 0 for padding
 
-Prompts: tiles of at most 64 neighbouring tokens of one sequence.
+Prompts: a tile is at most 64 neighbouring tokens of one sequence, or of several off one parent, which then read its
+whole blocks together.
 
 In: sequences with their lengths.  Out: NumPy tables.  Refuses to know about pages and the device.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,7 @@ from tinyloop_service.engine.cuda.sequences import Sequence
 
 Ints = NDArray[np.int32]
 TILE_TOKENS = 64
+_MOST_TABLES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +40,31 @@ class AttentionTables:
     row_items: Ints  # (rows,)
 
 
-def attention_tables(rows: Rows[Sequence], num_steps: int) -> AttentionTables:
-    """Every split that a row reads in any of `num_steps` steps; in a step in which it does not, it weighs nothing.
+class SplitTables:
+    """`attention_tables`, made again only when a row has come to another block."""
 
-    Rows feed their tokens at length … length + num_steps − 1.  Splits behind the window are left out: their pages may
-    be someone else's.
-    """
-    first = np.array([row.first_visible(row.length) for row in rows], np.int32)
-    counts = np.array([(row.length + num_steps - 1) // PAGE_TOKENS for row in rows], np.int32) + 1 - first
+    def __init__(self) -> None:
+        self._made: OrderedDict[tuple[object, ...], AttentionTables] = OrderedDict()
+
+    def tables(self, rows: Rows[Sequence], num_steps: int) -> AttentionTables:
+        """Every split that a row reads in any of `num_steps` steps; in a step in which it does not, it weighs nothing.
+
+        Rows feed their tokens at length … length + num_steps − 1.  Splits behind the window are left out: their pages
+        may be someone else's.
+        """
+        first = [row.first_visible(row.length) for row in rows]
+        end = [(row.length + num_steps - 1) // PAGE_TOKENS + 1 for row in rows]
+        key = (*rows, *first, *end)
+        if key not in self._made:
+            self._made[key] = attention_tables(rows, np.array(first, np.int32), np.array(end, np.int32))
+            if len(self._made) > _MOST_TABLES:
+                self._made.popitem(last=False)
+        return self._made[key]
+
+
+def attention_tables(rows: Rows[Sequence], first: Ints, end: Ints) -> AttentionTables:
+    """Row i reads blocks first[i] … end[i]−1."""
+    counts = end - first
     ordinal = np.arange(int(counts.max()), dtype=np.int32)
     owners = np.empty((len(rows), ordinal.size), np.int64)
     for i, row in enumerate(rows):
@@ -60,16 +81,44 @@ def attention_tables(rows: Rows[Sequence], num_steps: int) -> AttentionTables:
     return AttentionTables(items, entries, counts)
 
 
-def prompt_tiles(first_row: int, sequence: Sequence, start: int, count: int) -> Ints:
-    """Tiles (slot, first row, tokens, position of the first, window, 0) of `count` tokens from position `start` on.
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens of a sequence at neighbouring rows of a pass and neighbouring positions."""
 
-    first_row: of those tokens in the matrix of the pass.
+    sequence: Sequence
+    row: int
+    position: int
+    count: int
+
+
+def prompt_tiles(spans: Rows[Span]) -> Ints:
+    """Tiles (slot, first row, tokens, position of the first, window, shared blocks) of a pass, (tiles, 6).
+
+    spans: by parent and window (`tile_order`), rows without a gap.
     """
+    tiles: list[Ints] = []
+    for _, group in groupby(spans, key=lambda span: tile_order(span.sequence)):
+        alike = list(group)
+        shared = len(alike[0].sequence.owners)
+        if len(alike) > 1 and shared:
+            tiles.append(_cut(alike[0], sum(span.count for span in alike), shared))
+        else:
+            tiles += [_cut(span, span.count, 0) for span in alike]
+    return np.concatenate(tiles)
+
+
+def tile_order(sequence: Sequence) -> tuple[int, int]:
+    """Sequences of equal order may share tiles."""
+    return (sequence.parent.slot if sequence.parent is not None else -1, sequence.window)
+
+
+def _cut(first: Span, count: int, shared: int) -> Ints:
     offsets = np.arange(0, count, TILE_TOKENS, dtype=np.int32)
     tiles = np.zeros((offsets.size, 6), np.int32)
-    tiles[:, 0] = sequence.slot
-    tiles[:, 1] = first_row + offsets
+    tiles[:, 0] = first.sequence.slot
+    tiles[:, 1] = first.row + offsets
     tiles[:, 2] = np.minimum(count - offsets, TILE_TOKENS)
-    tiles[:, 3] = start + offsets
-    tiles[:, 4] = sequence.window
+    tiles[:, 3] = 0 if shared else first.position + offsets  # tokens that share a tile have positions of their own
+    tiles[:, 4] = first.sequence.window
+    tiles[:, 5] = shared
     return tiles

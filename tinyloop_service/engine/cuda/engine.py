@@ -22,7 +22,7 @@ from tinyloop_service.engine.api import PAGE_TOKENS, Limits, Plan, SequenceId, S
 from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.flight import Flight, PendingStep
 from tinyloop_service.engine.cuda.memory import MOST_SLOTS, Arena, Budget, max_blocks, page_bytes
-from tinyloop_service.engine.cuda.prompt import Prompt, PromptPass
+from tinyloop_service.engine.cuda.prompt import PassShape, PromptPass
 from tinyloop_service.engine.cuda.selfcheck import check_products, check_rows
 from tinyloop_service.engine.cuda.sequences import SequenceTable
 from tinyloop_service.engine.cuda.weights import load_weights, weight_bytes
@@ -147,7 +147,7 @@ class CudaEngine:
             if ready % _KERNELS_PER_LINE == 0 or ready == total:
                 say(f"compiling kernels, once for this machine: {ready} of {total} ready")
 
-        some = self._device.zeros((self._prompt.padded(1) * 6,), np.int32)
+        some = self._device.zeros((3,), np.int32)
         self._device.prepare(lambda: self._rehearse(some), compiled)
         say("capturing graphs")
         for rows in decoder.row_counts:
@@ -162,9 +162,9 @@ class CudaEngine:
         one, pair, triple = (some[:n].reshape(1, n) if n > 1 else some[:1] for n in (1, 2, 3))
         for rows in decoder.row_counts:
             decoder.rehearse(rows, self._spec.default_loops)
-        tokens, tiles = some[: self._prompt.padded(1)], some[:6].reshape(1, 6)
-        schedule = decoder.schedule(self._spec.default_loops)
-        self._prompt.run(Prompt(tokens, tokens, tokens, tiles), schedule)
+        loops = self._spec.default_loops
+        schedule = decoder.schedule(loops)
+        self._prompt.launch(PassShape(self._prompt.padded(1), 1, loops), schedule)
         self._prompt.finish(one, schedule, decoder.y[:1])
         self._gather_outputs(one)
         copy_rows(device, arena.table_rows, pair)
@@ -211,9 +211,9 @@ class CudaEngine:
             clone(device, arena.pool, there(work.cloned), head_dim=self._spec.head_dim)
 
     def _run_prompt(self, work: PromptWork, flight: Flight) -> None:
-        there, schedule = flight.staging.there, self._decoder.schedule(work.loops)
-        sections = (work.ids, work.slots, work.positions, work.tiles)
-        self._prompt.run(Prompt(*(there(section) for section in sections)), schedule)
+        there, schedule = flight.staging.there, self._decoder.schedule(work.shape.loops)
+        flight.staging.copy_to(self._prompt.tables, work.tables)
+        self._prompt.run(work.shape, schedule)
         for slot, row in work.kept:
             self._prompt.finish(there(row), schedule, self._arena.outputs[slot : slot + 1])
         for draw in work.draws:

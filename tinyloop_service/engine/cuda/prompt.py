@@ -7,12 +7,16 @@ go through a norm of their own).  Rows are padded to a multiple of 64.  A produc
 summed in fp32 one after the other: cuBLAS then adds in an order that does not depend on the number of rows; where it
 does all the same (`selfcheck.py`), `fix_tiles` makes every product one of a fixed number of rows.
 
-In: tokens, where they belong, and tiles, as device arrays.  Out: K and V in pages; the stream of chosen rows after the
-final norm.  Refuses to know about plans and sequences.
+A pass of a shape that was seen before becomes a CUDA graph, for a hundred launches from Python take as long as the
+device does.
+
+In: tokens, where they belong, and tiles.  Out: K and V in pages; the stream of chosen rows after the final norm.
+Refuses to know about plans and sequences.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +24,7 @@ import numpy as np
 from tinyloop_service.engine.cuda.memory import Arena
 from tinyloop_service.engine.cuda.schedule import Layer, Schedule, Step
 from tinyloop_service.engine.cuda.weights import DeviceModel
-from tinyloop_service.kernels.device import Array, Device
+from tinyloop_service.kernels.device import Array, Device, Graph
 from tinyloop_service.kernels.embed import embed_prompt, gather_rows
 from tinyloop_service.kernels.norm import fold_norm
 from tinyloop_service.kernels.prefill_attention import prefill_attention
@@ -30,15 +34,28 @@ from tinyloop_service.kernels.swiglu import swiglu
 ROW_MULTIPLE = 64
 FIXED_ROWS = 256  # of every product, if cuBLAS gives a row other bits in matrices of other sizes
 SLICE_INPUTS = 2048
+_MOST_GRAPHS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """Device arrays of one pass, T padded rows."""
+class PassShape:
+    """Passes of one shape differ in the contents of their tables alone."""
 
-    ids: Array  # int32 [T]
-    slots: Array  # int32 [T]; −1: padding
-    positions: Array  # int32 [T]
+    rows: int  # padded
+    tiles: int
+    loops: int
+
+    @property
+    def words(self) -> int:
+        """Of a pass's tables, one after the other: ids, slots (−1: padding), positions [rows]; tiles [tiles, 6]."""
+        return 3 * self.rows + 6 * self.tiles
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    ids: Array  # int32 [rows]
+    slots: Array
+    positions: Array
     tiles: Array  # int32 [tiles, 6]
 
 
@@ -50,6 +67,9 @@ class PromptPass:
         spec, rows = model.spec, -(-max_tokens // FIXED_ROWS) * FIXED_ROWS
         self._device, self._model, self._arena = device, model, arena
         self.max_rows, self._tile_rows = rows, 0
+        self._seen: set[PassShape] = set()
+        self._graphs: OrderedDict[PassShape, Graph] = OrderedDict()
+        self.tables: Array = device.zeros((9 * rows,), np.int32)
         self._x = device.zeros((rows, spec.d_model), np.float32)
         self._injected = device.zeros((rows, spec.d_model), np.float32) if spec.inject == "add" else None
         sandwich = spec.norm_placement == "sandwich"
@@ -72,13 +92,28 @@ class PromptPass:
         multiple = self._tile_rows or ROW_MULTIPLE
         return -(-tokens // multiple) * multiple
 
-    def run(self, prompt: Prompt, schedule: Schedule) -> None:
-        rows = prompt.ids.shape[0]
-        embed_prompt(self._device, self._model.embed, prompt.ids, self._x[:rows])
+    def run(self, shape: PassShape, schedule: Schedule) -> None:
+        """The pass whose tables are at the beginning of `tables`."""
+        if shape in self._graphs:
+            self._graphs.move_to_end(shape)
+        elif shape in self._seen:
+            self._graphs[shape] = self._device.capture(lambda: self.launch(shape, schedule))
+            if len(self._graphs) > _MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+        else:
+            self._seen.add(shape)
+            self.launch(shape, schedule)
+            return
+        self._graphs[shape].launch()
+
+    def launch(self, shape: PassShape, schedule: Schedule) -> None:
+        """The same, launch by launch."""
+        rows, tables = shape.rows, self._cut(shape)
+        embed_prompt(self._device, self._model.embed, tables.ids, self._x[:rows])
         apart = None
         for layer in schedule.layers:
             self._fold(rows, apart, layer.before_attention)
-            self._attend(prompt, layer)
+            self._attend(rows, tables, layer)
             apart = self._join(self._a[:rows], layer.block.o.dense)
             self._fold(rows, apart, layer.before_mlp)
             self.gemm(self._y[:rows], layer.block.gate_up.dense, self._gate_up[:rows])
@@ -110,17 +145,22 @@ class PromptPass:
                 add = accumulate or at > 0
                 self._device.gemm(x[part, inputs], weight[:, inputs], out[part], accumulate=add)
 
-    def _attend(self, prompt: Prompt, layer: Layer) -> None:
-        spec, arena, rows = self._model.spec, self._arena, prompt.ids.shape[0]
+    def _cut(self, shape: PassShape) -> _Tables:
+        ids, slots, positions = (self.tables[i * shape.rows : (i + 1) * shape.rows] for i in range(3))
+        return _Tables(ids, slots, positions, self.tables[3 * shape.rows : shape.words].reshape(shape.tiles, 6))
+
+    def _attend(self, rows: int, tables: _Tables, layer: Layer) -> None:
+        spec, arena = self._model.spec, self._arena
         q = self._q[:rows]
         self.gemm(self._y[:rows], layer.block.qkv.dense, self._qkv[:rows])
         rope(
-            self._device, self._qkv[:rows], prompt.slots, prompt.positions, self._model.cos, self._model.sin,
+            self._device, self._qkv[:rows], tables.slots, tables.positions, self._model.cos, self._model.sin,
             arena.tables, layer.index, arena.pool, q, num_kv_heads=spec.n_kv_heads, pairing=spec.rope_pairing,
         )  # fmt: skip
         prefill_attention(
-            self._device, q, arena.pool, arena.tables, layer.index, prompt.tiles, self._a[:rows],
-            num_heads=spec.n_heads, num_kv_heads=spec.n_kv_heads,
+            self._device, q, arena.pool, arena.tables, layer.index, tables.tiles, self._a[:rows],
+            num_heads=spec.n_heads, num_kv_heads=spec.n_kv_heads, token_slot=tables.slots,
+            token_position=tables.positions,
         )  # fmt: skip
 
     def _join(self, inputs: Array, weight: Array) -> Array | None:

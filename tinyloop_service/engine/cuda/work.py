@@ -15,11 +15,11 @@ from typing import TypeVar
 import numpy as np
 
 from tinyloop_service.engine.api import Plan, Prefill, SequenceId
-from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, attention_tables, prompt_tiles
+from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, Span, SplitTables, prompt_tiles, tile_order
 from tinyloop_service.engine.cuda.buffers import BatchSections
 from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.memory import Arena
-from tinyloop_service.engine.cuda.prompt import PromptPass
+from tinyloop_service.engine.cuda.prompt import PassShape, PromptPass
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
 from tinyloop_service.engine.cuda.staging import Section, Staging
 from tinyloop_service.kernels.sample import SamplerTables
@@ -49,11 +49,8 @@ class FirstWork:
 class PromptWork:
     """Chunks of one depth.  Indices are rows of the pass."""
 
-    loops: int
-    ids: Section
-    slots: Section
-    positions: Section
-    tiles: Section
+    shape: PassShape
+    tables: Section  # as PassShape.words says
     draws: tuple[FirstWork, ...]
     kept: tuple[tuple[int, Section], ...]  # (slot, index [1]) of prefixes that are complete
 
@@ -93,6 +90,7 @@ class Planner:
     ) -> None:
         self._table, self._arena, self._sampler = table, arena, sampler
         self._decoder, self._prompt, self._debug = decoder, prompt, debug
+        self._splits = SplitTables()
 
     def work(self, plan: Plan, staging: Staging) -> Work:
         lengths: dict[int, int] = {}  # by slot
@@ -153,31 +151,30 @@ class Planner:
     ) -> PromptWork:
         rows = self._prompt.padded(sum(len(prefill.tokens) for prefill in prefills))
         assert rows <= self._prompt.max_rows, f"{rows} prompt tokens in one plan"
-        ids, positions, slots = np.zeros(rows, np.int32), np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
-        tiles: list[Ints] = []
+        ids, slots, positions = tables = np.zeros((3, rows), np.int32)
+        slots[:] = -1
+        spans: list[Span] = []
         drawing: list[tuple[Sequence, int]] = []  # with its last row
         complete: list[tuple[Sequence, int]] = []
         at = 0
-        for prefill in prefills:
+        for prefill in sorted(prefills, key=lambda prefill: tile_order(self._table[prefill.seq])):
             sequence, count = self._table[prefill.seq], len(prefill.tokens)
             assert prefill.start == sequence.length, f"sequence {prefill.seq} has {sequence.length} tokens"
             self._table.require_room(sequence, prefill.start + count)
             span = slice(at, at + count)
             ids[span], slots[span] = prefill.tokens, sequence.slot
             positions[span] = np.arange(prefill.start, prefill.start + count)
-            tiles.append(prompt_tiles(at, sequence, prefill.start, count))
+            spans.append(Span(sequence, at, prefill.start, count))
             at += count
             sequence.length = lengths[sequence.slot] = prefill.start + count
             if prefill.last:
                 (complete if sequence.sampling is None else drawing).append((sequence, at - 1))
         for sequence, _ in complete:
             sequence.has_output = True
+        tiles = prompt_tiles(spans)
         return PromptWork(
-            loops=loops,
-            ids=staging.put(ids),
-            slots=staging.put(slots),
-            positions=staging.put(positions),
-            tiles=staging.put(np.concatenate(tiles)),
+            PassShape(rows, len(tiles), loops),
+            staging.put(np.concatenate([tables.ravel(), tiles.ravel()])),
             draws=tuple(self._prompt_draws(drawing, staging)),
             kept=tuple((sequence.slot, staging.put(np.array([row], np.int32))) for sequence, row in complete),
         )
@@ -195,7 +192,7 @@ class Planner:
             by_loops.setdefault(sequence.loops, []).append(sequence)
         for loops, group in by_loops.items():
             for part in _cut(group, self._decoder.max_rows):
-                batch = self._batch(part, attention_tables(part, num_steps), staging)
+                batch = self._batch(part, self._splits.tables(part, num_steps), staging)
                 for sequence in part:
                     sequence.length += num_steps
                 yield DecodeWork(batch, loops, self._decoder.padded(len(part)), num_steps)
