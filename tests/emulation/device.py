@@ -198,6 +198,7 @@ class EmulatedDevice:
             self._queue.pop(0)()
 
     def prepare(self, work: Work, progress: Callable[[int, int], None] | None = None) -> None:
+        """Nothing is heard of progress: what g++ does is not the service's business."""
         self._wanted = []
         try:
             self.capture(work)  # what it queues is dropped
@@ -205,10 +206,7 @@ class EmulatedDevice:
         finally:
             self._wanted = None
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
-            libraries = compilers.map(lambda key: builder.build(key[0], dict(key[1:])), sources)
-            for ready, _ in enumerate(libraries, 1):
-                if progress is not None:
-                    progress(ready, len(sources))
+            list(compilers.map(lambda key: builder.build(key[0], dict(key[1:])), sources))
 
     def capture(self, work: Work) -> EmulatedGraph:
         outer, captured = self._capturing, list[Work]()  # a rehearsal may capture

@@ -54,11 +54,19 @@ class KernelBuilder:
 
     def cubin(self, stem: str, defines: Mapping[str, int]) -> Path:
         """The compiled form of sources/<stem>.cu, from one of the directories or made now."""
-        name = self._name(stem, defines)
-        if self._precompiled is not None and (self._precompiled / name).is_file():
-            return self._precompiled / name
-        path = self._cache / f"nvrtc-{'.'.join(map(str, _nvrtc_version()))}" / name
-        return path if path.is_file() else _keep(path, self.compile(stem, defines))
+        return self.find(stem, defines) or _keep(self._cached(stem, defines), self.compile(stem, defines))
+
+    def find(self, stem: str, defines: Mapping[str, int]) -> Path | None:
+        """The same where it is there already."""
+        if self._precompiled is not None:
+            path = self._precompiled / self._name(stem, defines)
+            if path.is_file():
+                return path
+        path = self._cached(stem, defines)
+        return path if path.is_file() else None
+
+    def _cached(self, stem: str, defines: Mapping[str, int]) -> Path:
+        return self._cache / f"nvrtc-{'.'.join(map(str, _nvrtc_version()))}" / self._name(stem, defines)
 
     def compile(self, stem: str, defines: Mapping[str, int]) -> bytes:
         """The cubin itself, made now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,17 @@ class CupyDevice:
         key = (name, module)
         if key not in self._kernels:
             if module not in self._cubins:
-                self._cubins[module] = self._compilers.submit(self._builder.cubin, stem, defines)
+                self._cubins[module] = self._cubin(stem, defines)
             self._kernels[key] = CupyKernel(name, self._cubins[module])
         return self._kernels[key]
+
+    def _cubin(self, stem: str, defines: dict[str, int]) -> Future[Path]:
+        there = self._builder.find(stem, defines)
+        if there is None:
+            return self._compilers.submit(self._builder.cubin, stem, defines)
+        future = Future[Path]()
+        future.set_result(there)
+        return future
 
     def launch(
         self,
@@ -161,10 +169,13 @@ class CupyDevice:
             wanted = list(self._wanted)
         finally:
             self._wanted = None
-        for ready, kernel in enumerate(wanted, 1):
-            kernel.load()
+        compiling = {kernel.cubin for kernel in wanted if not kernel.cubin.done()}
+        for ready, cubin in enumerate(as_completed(compiling), 1):
+            cubin.result()  # raises at the first that fails
             if progress is not None:
-                progress(ready, len(wanted))
+                progress(ready, len(compiling))
+        for kernel in wanted:
+            kernel.load()
 
     # ---- order
 

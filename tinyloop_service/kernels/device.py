@@ -140,7 +140,8 @@ class Device(Protocol):
     def prepare(self, work: Callable[[], None], progress: Callable[[int, int], None] | None = None) -> None:
         """Compile and load every kernel that `work` launches, in threads, without running any of it.
 
-        `work` may launch, copy, multiply and capture.  `progress` hears how many kernels are ready, of how many.
+        `work` may launch, copy, multiply and capture.  `progress` hears of sources that had to be
+        compiled, how many are ready, of how many.
         """
         ...
 

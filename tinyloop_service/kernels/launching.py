@@ -37,22 +37,23 @@ class CupyKernel:
 
     def __init__(self, name: str, cubin: Future[Path]) -> None:
         self.name = name
-        self._cubin = cubin
+        self.cubin = cubin
         self._raw: Any = None
         self._function: Any = None
         self._shared_limit = WITHOUT_ASKING_BYTES
 
     def load(self) -> None:
         """Wait for the compiler and load.  Raises KernelBuildError or EngineFault."""
-        path = self._cubin.result()
+        if self._function is not None:
+            return
+        path = self.cubin.result()
         with cuda_errors(f"loading {self.name} from {path}"):
             self._raw = cupy.RawModule(path=str(path)).get_function(self.name)
             self._function = driver.CUfunction(self._raw.kernel.ptr)
 
     def function(self, shared_bytes: int) -> Any:
         """The CUfunction, allowed `shared_bytes` of dynamic shared memory."""
-        if self._function is None:
-            self.load()
+        self.load()
         if shared_bytes > self._shared_limit:
             with cuda_errors(f"{self.name}: {shared_bytes} bytes of shared memory"):
                 self._raw.max_dynamic_shared_size_bytes = shared_bytes
