@@ -85,6 +85,6 @@ $(DEV_READY): pyproject.toml | $(BIN)/python
 	@touch $(RUN_READY) $@
 
 $(GPU_READY): pyproject.toml | $(BIN)/python
-	@echo "Installing TinyLoop, its development tools and CuPy for CUDA $(CUDA) into $(VENV) (once; some minutes) ..."
-	@$(PIP) install --editable '.[dev,cuda$(CUDA)]'
-	@touch $(RUN_READY) $(DEV_READY) $@
+	@echo "Installing TinyLoop, pytest and CuPy for CUDA $(CUDA) into $(VENV) (once; some minutes) ..."
+	@$(PIP) install --editable '.[cuda$(CUDA)]' hypothesis pytest pytest-asyncio pytest-timeout
+	@touch $(RUN_READY) $@

@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from bench_report import print_table, write_json
+from bench_report import print_table, versions, write_json
 from recorded_launches import Cost, Costs, Launched, RecordingDevice
 
 from tinyloop_service.bench import Workload, describe_machine, kv_memory_for, prompt_tokens
@@ -275,7 +275,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         device = open_device(weights.spec)
         scale = Scale(tuple(args.rows), tuple(args.prefix), tuple(args.prompt), args.rounds, REPLAYS, LAUNCHES)
     promise = promise_us(device, Clock(device, scale), weights.spec, scale.prompts[0])
-    measured = {"machine": describe_machine(), "model": args.model, "body": args.body, "promise_us": promise}
+    measured = {
+        "machine": describe_machine(),
+        "versions": versions(),
+        "model": args.model,
+        "body": args.body,
+        "promise_us": promise,
+    }
     measured |= Bench(weights, device, scale, **options).run()
     print_whole(measured)
     return measured

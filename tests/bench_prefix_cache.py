@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_report import milliseconds, print_table, spread, write_json
+from bench_report import milliseconds, print_table, spread, versions, write_json
 
 from tinyloop_service import AsyncClient
 from tinyloop_service.app import build_engine
@@ -213,6 +213,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     print_lines(lines, reports, starts, args)
     return {
         "machine": describe_machine(),
+        "versions": versions(),
         "model": args.model,
         "new_tokens": args.new_tokens,
         "rounds": args.rounds,

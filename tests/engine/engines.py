@@ -62,16 +62,15 @@ def engine_of(spec: ModelSpec | str, *, seed: int = 0, accuracy_level: int = 4) 
     return CpuEngine(weights_of(spec, seed), kv_memory=256 << 20, threads=2, accuracy_level=accuracy_level, debug=True)
 
 
-def make_engine(kind: Kind, weights: ModelWeights, *, kv_memory: int = 256 << 20) -> ReadableEngine:
-    """An engine that poisons pages given back."""
+def make_engine(kind: Kind, weights: ModelWeights, *, kv_memory: int = 256 << 20, **options: Any) -> ReadableEngine:
+    """An engine that poisons pages given back.  options: of `CudaEngine`; fewer row counts, fewer kernels to compile."""
     if kind == "cpu":
         return CpuEngine(weights, kv_memory=kv_memory, threads=2, debug=True)
     from tinyloop_service.engine.cuda import CudaEngine
 
+    few = {"row_counts": (1, 8), "max_chunk": 256} if kind == "emulated" else {}
     device = _device(kind, weights.spec)
-    if kind == "emulated":  # few kernels, for each is compiled
-        return CudaEngine(weights, device=device, kv_memory=kv_memory, debug=True, row_counts=(1, 8), max_chunk=256)
-    return CudaEngine(weights, device=device, kv_memory=kv_memory, debug=True)
+    return CudaEngine(weights, device=device, kv_memory=kv_memory, debug=True, **(few | options))
 
 
 def _device(kind: Kind, spec: ModelSpec) -> Any:

@@ -86,7 +86,7 @@ class Arithmetic:
 ARITHMETICS = {
     "cpu float": Arithmetic("cpu", lambda spec: engine_of(spec, accuracy_level=0), "exact", 1e-3),
     "cpu int8": Arithmetic("cpu", engine_of, "int8", 5e-2),
-    "cuda": Arithmetic("cuda", lambda spec: make_engine("cuda", weights_of(spec)), "exact", 3e-3),
+    "cuda": Arithmetic("cuda", lambda spec: make_engine("cuda", weights_of(spec), row_counts=(1,)), "exact", 3e-3),
 }
 
 
