@@ -63,7 +63,7 @@ def engine_of(spec: ModelSpec | str, *, seed: int = 0, accuracy_level: int = 4) 
 
 
 def make_engine(kind: Kind, weights: ModelWeights, *, kv_memory: int = 256 << 20, **options: Any) -> ReadableEngine:
-    """An engine that poisons pages given back.  options: of `CudaEngine`; fewer row counts, fewer kernels to compile."""
+    """An engine that poisons pages given back.  options: of `CudaEngine`; fewer row counts mean fewer kernels."""
     if kind == "cpu":
         return CpuEngine(weights, kv_memory=kv_memory, threads=2, debug=True)
     from tinyloop_service.engine.cuda import CudaEngine

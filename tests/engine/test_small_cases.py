@@ -38,7 +38,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", params=SPECS)
 def driver(request: pytest.FixtureRequest, kind: str) -> Iterator[Driver]:
-    driver = Driver(make_engine(kind, weights_of(SPECS[request.param]), kv_memory=16 << 20))  # type: ignore[arg-type]
+    weights = weights_of(SPECS[request.param])
+    driver = Driver(make_engine(kind, weights, kv_memory=16 << 20, row_counts=(1, 8)))  # type: ignore[arg-type]
     yield driver
     driver.engine.close()
 
