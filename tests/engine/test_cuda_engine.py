@@ -1,245 +1,31 @@
-"""The CUDA engine on the emulated device: its kernels are those of the GPU, compiled for this processor.
-
-What the engine promises of numbers, small: equal to the reference, and equal to itself in any company and any cut.  And
-what it is as an object: its refusals, what a failed plan leaves behind, two plans in flight, its check of itself.
-"""
+"""The CUDA engine as an object, in emulation: refusals, what a failed plan leaves, plans in flight, its self-check."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 from driver import GREEDY, Drawn, Driver, Held
+from emulated import HOT, ROW_COUNTS, TOKENS, engine_of, shared_engine
 from emulation.device import EmulatedDevice
 from engines import weights_of
-from test_small_cases import PLAIN, SWITCHED
+from test_small_cases import PLAIN
 
 from tinyloop_service.engine.api import Extend, Open, Plan, Prefill, StepResult
 from tinyloop_service.engine.cuda import CudaEngine
 from tinyloop_service.engine.cuda.probe import DeviceUnavailable, check_spec
 from tinyloop_service.engine.cuda.prompt import FIXED_ROWS
 from tinyloop_service.engine.cuda.selfcheck import check_rows
-from tinyloop_service.engine.reference import Reference
-from tinyloop_service.engine.spec import ModelSpec, Quant
+from tinyloop_service.engine.spec import Quant
 from tinyloop_service.errors import EngineFault, InvalidArgument
-from tinyloop_service.types import CacheMode, Sampling
-
-PAGE, CHUNK = 64, 50
-ROW_COUNTS = (1, 8)
-TOKENS = tuple(np.random.default_rng(7).integers(0, 96, 250).tolist())
-HOT = Sampling(temperature=0.9, top_k=40, top_p=0.95, logprobs=2, seed=3)
-
-
-def engine_of(spec: ModelSpec, device: Any = None, **options: Any) -> CudaEngine:
-    settings = {"kv_memory": 8 << 20, "debug": True, "row_counts": ROW_COUNTS, "max_chunk": 256, **options}
-    return CudaEngine(weights_of(spec), device=device or EmulatedDevice(), **settings)
-
-
-@cache
-def shared_engine(spec: ModelSpec) -> CudaEngine:
-    return engine_of(spec)
+from tinyloop_service.types import CacheMode
 
 
 @pytest.fixture
-def driver() -> Iterator[Driver]:
-    """Pages of what a test left open are given to the next one's sequences, so each closes what it opens."""
-    yield Driver(shared_engine(PLAIN))
-
-
-# ---- equal to the reference
-
-SPECS = {
-    "plain": PLAIN,
-    "switched": SWITCHED,
-    "two loop blocks": replace(PLAIN, loop_blocks=2, post_blocks=1, pre_blocks=0, inject="add", loop_norm=True),
-    "sandwich": replace(PLAIN, norm_placement="sandwich", norm_eps=1e-3, tie_embeddings=True),
-}
-
-
-@pytest.mark.parametrize("window", [0, 20])
-@pytest.mark.parametrize("name", SPECS)
-def test_logits_are_the_reference_s(name: str, window: int) -> None:
-    """A prefix and a child of it, in chunks, against fp32 sums over the same stored K and V.
-
-    The engine rounds what goes into a product to fp16: some five roundings a block, each 2^-12 of a value, over up to
-    five blocks, independent: 2^-12 · √25 ≈ 1.2e-3 of the stream's rms at the most, and about as much of the logits'.
-    A wrong switch, position or mask gives 100 percent.
-    """
-    spec = SPECS[name]
-    driver = Driver(shared_engine(spec))
-    parent = driver.prefix(TOKENS[:90], window=window, chunk=CHUNK)
-    child = driver.prefix(TOKENS[90:140], parent, window=window)
-    got = np.stack([driver.engine.read_logits(held.id) for held in (parent, child)])
-    driver.close(child, parent)
-    reference = Reference(weights_of(spec), np.float32, kv="fp16")
-    expected = reference.forward(TOKENS[:140], reference.new_cache(2, window))[[89, 139]]
-    error = np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))
-    assert error < 3e-3, f"{name}: not the same model, {error}"
-
-
-@pytest.mark.parametrize("name", ["plain", "switched"])
-def test_greedy_tokens_are_the_reference_s(name: str) -> None:
-    """Decoding over the end of a page; where the reference's two best lie within 1 % of a logit, either may win."""
-    spec = SPECS[name]
-    driver = Driver(shared_engine(spec))
-    drawn = [token for token, _ in driver.alone(None, TOKENS[:60], 9)]
-    reference = Reference(weights_of(spec), np.float32, kv="fp16")
-    logits = reference.forward([*TOKENS[:60], *drawn[:-1]], reference.new_cache(2))[59:]
-    assert (logits.max(axis=1) - logits[np.arange(10), drawn] < 0.01).all()
-
-
-# ---- equal to itself
-
-
-@pytest.mark.parametrize("window", [0, PAGE + 1])
-@pytest.mark.parametrize("length", [1, PAGE, PAGE + 1, 150])
-def test_cold_equals_warm(driver: Driver, length: int, window: int) -> None:
-    """T1, for suffixes of 0, 1 and a page."""
-    prefix = driver.prefix(TOKENS[:length], chunk=CHUNK, window=window)
-    for more in (0, 1, PAGE):
-        tokens = TOKENS[length : length + more]
-        warm = driver.alone(prefix, tokens, 2, window=window)
-        cold = driver.alone(None, TOKENS[: length + more], 2, window=window, chunk=CHUNK)
-        assert warm == cold, f"suffix {more}: reading the prefix gives other bits than computing it"
-    driver.close(prefix)
-
-
-@pytest.mark.parametrize("name", ["plain", "switched"])
-@pytest.mark.parametrize("chunk", [19, 77])
-def test_chunks_leave_the_same_pages(name: str, chunk: int) -> None:
-    """T3: every cache layer, and the logits of the last token."""
-    driver = Driver(shared_engine(SPECS[name]))
-    whole, parts = driver.prefix(TOKENS[:150]), driver.prefix(TOKENS[:150], chunk=chunk)
-    pages = [driver.engine.read_kv(held.id) for held in (whole, parts)]
-    assert pages[0].shape[3] == 150 and np.array_equal(*pages)
-    assert np.array_equal(*(driver.engine.read_logits(held.id) for held in (whole, parts)))
-    driver.close(whole, parts)
-
-
-@pytest.mark.parametrize("rows", [2, 7, 9])
-def test_company_changes_nothing(driver: Driver, rows: int) -> None:
-    """T2 and T19: alone, in a batch or two, joining late, after others left; seeds of others do not matter."""
-    prefix = driver.prefix(TOKENS[:100])
-    suffixes = [TOKENS[200 + i : 200 + i + i % 5] for i in range(rows)]
-    seeds = [replace(HOT, seed=i) for i in range(rows)]
-    late, steps = rows // 2, 12
-    alone = driver.alone(prefix, suffixes[late], steps, sampling=seeds[late])
-    batch = [driver.request(prefix, suffixes[i], sampling=seeds[i]) for i in range(rows) if i != late]
-    driver.decode(batch, 2)
-    joined = driver.request(prefix, suffixes[late], sampling=seeds[late])
-    driver.decode([*batch[: rows // 3], joined, *batch[rows // 3 :]], 6, at_once=3)
-    leaving, staying = batch[::2], batch[1::2]
-    driver.close(*leaving)
-    driver.decode([*staying, joined], steps - 6, at_once=4)
-    assert driver.drawn[joined.id] == alone
-    driver.close(joined, *staying, prefix)
-
-
-@pytest.mark.parametrize("at_once", [2, 8])
-def test_steps_in_one_plan(driver: Driver, at_once: int) -> None:
-    """Over the end of a page, with a window that loses one."""
-    prefix = driver.prefix(TOKENS[:120], window=59)
-    alone = driver.alone(prefix, TOKENS[120:124], 16, sampling=HOT, window=59)
-    row = driver.request(prefix, TOKENS[120:124], sampling=HOT, window=59)
-    driver.decode([row], 16, at_once=at_once)
-    assert driver.drawn[row.id] == alone
-    driver.close(row, prefix)
-
-
-def test_any_mix_in_one_plan(driver: Driver) -> None:
-    """Prefixes, depths and windows side by side, first tokens, a build, and decoding."""
-    shapes = [(100, 2, 0), (64, 1, 0), (65, 3, 30), (100, 1, 70)]
-    prefixes = [driver.prefix(TOKENS[:n], loops=loops, window=w) for n, loops, w in shapes]
-    asked: list[dict[str, Any]] = [{"parent": p, "loops": p.loops, "window": p.window} for p in prefixes]
-    asked += [{"parent": None, "loops": 3, "tokens": TOKENS[:5]}, {"parent": prefixes[0], "tokens": TOKENS[9:40]}]
-    alone = [driver.alone(steps=5, **{"tokens": (), **each}) for each in asked]
-    rows = [driver.request(**{"tokens": (), **each}) for each in asked[2:]]
-    begun = [driver.open(sampling=GREEDY, **{k: v for k, v in each.items() if k != "tokens"}) for each in asked[:2]]
-    build = driver.open(prompt=TOKENS[:80], loops=1)
-    for size, first in ((33, [held.id for held in begun]), (47, [])):
-        chunk = driver.chunk(build, size)
-        for held in rows:
-            driver.room(held, held.length + 2)
-            held.length += 2
-        driver.step(first=tuple(first), prefill=(chunk,), decode=tuple(held.id for held in rows), num_steps=2)
-    driver.decode(rows, 1)
-    driver.decode(begun, 5)
-    assert [driver.drawn[held.id] for held in (*begun, *rows)] == alone
-    expected = driver.prefix(TOKENS[:80], loops=1)
-    assert np.array_equal(driver.engine.read_kv(build.id), driver.engine.read_kv(expected.id))
-    driver.close(*rows, *begun, build, expected, *prefixes)
-
-
-def test_many_prompts_in_one_plan(driver: Driver) -> None:
-    """Suffixes off one prefix share tiles; in two chunks each, so that the second ones begin at different places."""
-    prefix, other = driver.prefix(TOKENS[:90]), driver.prefix(TOKENS[:70], window=30)
-    asked = [(prefix, TOKENS[100 + i : 102 + 9 * i], 0) for i in range(5)] + [(other, TOKENS[60:65], 30)]
-    alone = [driver.alone(parent, suffix, 1, sampling=HOT, window=window) for parent, suffix, window in asked]
-    rows = [driver.open(parent, sampling=HOT, prompt=suffix, window=window) for parent, suffix, window in asked]
-    sizes = [max(1, len(suffix) // 2) for _, suffix, _ in asked]
-    driver.step(prefill=tuple(driver.chunk(held, size) for held, size in zip(rows, sizes, strict=True)))
-    rest = [held for held in rows if held.length < len(held.tokens)]
-    driver.step(prefill=tuple(driver.chunk(held, len(held.tokens) - held.length) for held in rest))
-    driver.decode(rows, 1)
-    assert [driver.drawn[held.id] for held in rows] == alone
-    driver.close(*rows, prefix, other)
-
-
-@pytest.mark.parametrize("lengths", [(70, 10, 5), (64, 64, 1), (1, 1, 1)])
-@pytest.mark.parametrize("window", [0, 65])
-def test_chains_of_parents(driver: Driver, lengths: tuple[int, ...], window: int) -> None:
-    """A child of a child: the same draws as one prompt."""
-    chain: list[Held] = []
-    for n in lengths:
-        done = chain[-1].length if chain else 0
-        chain.append(driver.prefix(TOKENS[done : done + n], chain[-1] if chain else None, window=window, chunk=CHUNK))
-    total = sum(lengths)
-    cold = driver.alone(None, TOKENS[: total + 3], 5, window=window)
-    assert driver.alone(chain[-1], TOKENS[total : total + 3], 5, window=window) == cold
-    driver.close(*reversed(chain))
-
-
-def test_decodes_never_change_a_prefix(driver: Driver) -> None:
-    """T4, and T18: given-back pages are NaN, so a stray read would show in the draws."""
-    prefix = driver.prefix(TOKENS[:100])
-    before, logits = driver.engine.read_kv(prefix.id), driver.engine.read_logits(prefix.id)
-    first = driver.alone(prefix, TOKENS[100:103], 4, sampling=HOT)
-    for i in range(8):
-        driver.alone(prefix, TOKENS[100 : 103 + i % 3], 1, sampling=replace(HOT, seed=i))
-    assert driver.alone(prefix, TOKENS[100:103], 4, sampling=HOT) == first
-    assert np.array_equal(driver.engine.read_kv(prefix.id), before)
-    assert np.array_equal(driver.engine.read_logits(prefix.id), logits)
-    driver.close(prefix)
-
-
-def test_choices_differ_and_repeat(driver: Driver) -> None:
-    """T19: n choices of one seed; each is what it is alone."""
-    prefix = driver.prefix(TOKENS[:64])
-    samplings = [replace(HOT, temperature=3.0, top_k=0, top_p=1.0, choice=i) for i in range(4)]
-    rows = [driver.request(prefix, sampling=sampling) for sampling in samplings]
-    driver.decode(rows, 6, at_once=3)
-    drawn = [driver.drawn[held.id] for held in rows]
-    assert len({str(d) for d in drawn}) == 4
-    assert drawn == [driver.alone(prefix, (), 6, sampling=sampling) for sampling in samplings]
-    driver.close(*rows, prefix)
-
-
-def test_repetition_penalty_counts_the_prefix(driver: Driver) -> None:
-    """T14; and a slot's next owner does not inherit what its last one saw."""
-    sampling = replace(GREEDY, repetition_penalty=1.7, logit_bias=((3, 1.5), (5, -2.0)))
-    prefix = driver.prefix(TOKENS[:80])
-    warm = driver.alone(prefix, TOKENS[80:90], 8, sampling=sampling)
-    plain = driver.alone(prefix, TOKENS[80:90], 8)
-    assert warm == driver.alone(None, TOKENS[:90], 8, sampling=sampling)
-    assert [token for token, _ in warm] != [token for token, _ in plain]
-    driver.close(prefix)
-
-
-# ---- the engine as an object
+def driver() -> Driver:
+    return Driver(shared_engine(PLAIN))
 
 
 def test_limits_say_what_memory_holds() -> None:
@@ -347,7 +133,8 @@ def test_pages_given_back_are_poisoned_and_pages_taken_are_zero(driver: Driver) 
     driver.close(held)
     driver.step()
     engine = shared_engine(PLAIN)
-    pool = engine._arena.pool
+    assert engine._machine is not None
+    pool = engine._machine.arena.pool
     assert np.isnan(pool[list(pages)]).all()
     engine.step(Plan(700, open=(Open(500, None, 0, 2, 0, None),), extend=(Extend(500, (pages,)),)))
     assert not pool[list(pages)].any()
@@ -385,6 +172,20 @@ class LateEngine:
 
     def settle(self) -> None:
         self._pending.result()
+
+
+def test_closing_lets_the_device_go() -> None:
+    closed: list[bool] = []
+
+    class Watched(EmulatedDevice):
+        def close(self) -> None:
+            closed.append(True)
+
+    engine = engine_of(PLAIN, Watched())
+    pending = engine.submit(Plan(1))
+    engine.close()
+    engine.close()
+    assert closed == [True] and pending.result() == StepResult(())
 
 
 # ---- its check of itself
