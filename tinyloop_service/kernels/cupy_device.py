@@ -107,6 +107,7 @@ class CupyDevice:
     def memory(self) -> tuple[int, int]:
         self._bind()
         with cuda_errors("asking for free memory"):
+            cupy.get_default_memory_pool().free_all_blocks()  # what CuPy keeps of arrays that are gone
             free, total = cupy.cuda.runtime.memGetInfo()
         return free, total
 
