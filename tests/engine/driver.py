@@ -138,8 +138,10 @@ class Driver:
         return held
 
     def decode(self, rows: list[Held], steps: int = 1, *, at_once: int = 1) -> None:
-        for done in range(0, steps, at_once):
-            now = min(at_once, steps - done)
+        """`at_once` steps a plan, as far as the engine takes so many."""
+        while steps:
+            now = min(steps, at_once, self._limits.max_steps)
+            steps -= now
             for held in rows:
                 self.room(held, held.length + now)
                 held.length += now
