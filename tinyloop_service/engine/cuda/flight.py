@@ -8,6 +8,7 @@ that a plan never touches what the one before is still sending or receiving.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Landing:
 
     def receive(self, source: Array) -> NDArray[Any]:
         """Queue the copy of an array of 4-byte elements; where it will be."""
-        size = int(np.prod(source.shape))
+        size = math.prod(source.shape)
         if self._used + size > self._host.size:  # those that were received already keep the old memory
             self._host, self._used = self._device.pinned((2 * (self._host.size + size),), np.int32), 0
         words = self._host[self._used : self._used + size]

@@ -7,8 +7,7 @@ go through a norm of their own).  Rows are padded to a multiple of 64.  A produc
 summed in fp32 one after the other: cuBLAS then adds in an order that does not depend on the number of rows; where it
 does all the same (`selfcheck.py`), `fix_tiles` makes every product one of a fixed number of rows.
 
-A pass of a shape that was seen before becomes a CUDA graph, for a hundred launches from Python take as long as the
-device does.
+A pass of a shape that comes again becomes a CUDA graph, for a hundred launches from Python take as long as the device.
 
 In: tokens, where they belong, and tiles.  Out: K and V in pages; the stream of chosen rows after the final norm.
 Refuses to know about plans and sequences.
@@ -16,7 +15,7 @@ Refuses to know about plans and sequences.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,8 +66,8 @@ class PromptPass:
         spec, rows = model.spec, -(-max_tokens // FIXED_ROWS) * FIXED_ROWS
         self._device, self._model, self._arena = device, model, arena
         self.max_rows, self._tile_rows = rows, 0
-        self._seen: set[PassShape] = set()
-        self._graphs: OrderedDict[PassShape, Graph] = OrderedDict()
+        self._uses: Counter[PassShape] = Counter()
+        self._graphs: dict[PassShape, Graph] = {}
         self.tables: Array = device.zeros((9 * rows,), np.int32)
         self._x = device.zeros((rows, spec.d_model), np.float32)
         self._injected = device.zeros((rows, spec.d_model), np.float32) if spec.inject == "add" else None
@@ -94,17 +93,23 @@ class PromptPass:
 
     def run(self, shape: PassShape, schedule: Schedule) -> None:
         """The pass whose tables are at the beginning of `tables`."""
-        if shape in self._graphs:
-            self._graphs.move_to_end(shape)
-        elif shape in self._seen:
+        self._uses[shape] += 1
+        if shape not in self._graphs and self._is_worth_a_graph(shape):
             self._graphs[shape] = self._device.capture(lambda: self.launch(shape, schedule))
-            if len(self._graphs) > _MOST_GRAPHS:
-                self._graphs.popitem(last=False)
+        if shape in self._graphs:
+            self._graphs[shape].launch()
         else:
-            self._seen.add(shape)
             self.launch(shape, schedule)
-            return
-        self._graphs[shape].launch()
+
+    def _is_worth_a_graph(self, shape: PassShape) -> bool:
+        """It comes again and again; where there are many graphs already, the least used one goes for it."""
+        if len(self._graphs) < _MOST_GRAPHS:
+            return self._uses[shape] > 1
+        rarest = min(self._graphs, key=self._uses.__getitem__)
+        if self._uses[shape] <= self._uses[rarest]:
+            return False
+        del self._graphs[rarest]
+        return True
 
     def launch(self, shape: PassShape, schedule: Schedule) -> None:
         """The same, launch by launch."""

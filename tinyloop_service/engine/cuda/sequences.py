@@ -13,16 +13,18 @@ tables.  Refuses to know what lies in pages and how it is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.engine.api import PAGE_TOKENS, Block, Open, SequenceId
+from tinyloop_service.engine.api import PAGE_TOKENS, Block, Extend, Open, SequenceId
 from tinyloop_service.types import Sampling
 
 Ints = NDArray[np.int32]
+_NO_OWNERS = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +43,15 @@ class Sequence:
     first_block: int  # absolute index of blocks[0]
     blocks: list[Block] = field(default_factory=list)
     has_output: bool = False  # a prefix whose last token's output is kept
+    _handed: Ints | None = None  # to children
+
+    def owners_for_children(self) -> Ints:
+        """`owners` of a child opened now; children share the array, which nobody changes."""
+        whole = self.length // PAGE_TOKENS
+        if self._handed is None or len(self._handed) != whole:
+            self._handed = np.full(whole, self.slot, np.int32)
+            self._handed[: len(self.owners)] = self.owners
+        return self._handed
 
     @property
     def next_block(self) -> int:
@@ -69,13 +80,9 @@ class SequenceTable:
         inherited = parent.length if parent else 0
         assert o.start == inherited, f"sequence {o.seq} starts at {o.start}, not at its parent's end {inherited}"
         assert self._free, f"{self._num_slots} sequences are open; keep fewer prefixes in memory"
-        whole = o.start // PAGE_TOKENS
-        owners = np.empty(whole, np.int32)
-        if parent is not None:
-            owners[: len(parent.owners)] = parent.owners
-            owners[len(parent.owners) :] = parent.slot
+        owners = _NO_OWNERS if parent is None else parent.owners_for_children()
         sequence = Sequence(
-            o.seq, self._free.pop(), parent, o.start, o.loops, o.cache_window, o.sampling, owners, o.start, whole
+            o.seq, self._free.pop(), parent, o.start, o.loops, o.cache_window, o.sampling, owners, o.start, len(owners)
         )
         self._open[o.seq] = sequence
         return sequence
@@ -87,16 +94,25 @@ class SequenceTable:
             self._free.append(sequence.slot)
         return sequence
 
-    def extend(self, seq: SequenceId, blocks: tuple[Block, ...]) -> Ints:
+    def extend(self, extensions: Iterable[Extend]) -> Ints:
         """Append blocks; (index into the tables, page) of each of their pages, (pages, 2)."""
-        sequence = self._open[seq]
-        pages = np.array(blocks, np.int32)  # (blocks, layers)
-        layers = np.arange(pages.shape[1], dtype=np.int32)
-        at = sequence.next_block + np.arange(len(blocks), dtype=np.int32)
-        assert at[-1] < self._max_blocks, f"sequence {seq} grows to block {at[-1]}"
-        sequence.blocks.extend(blocks)
-        index = (sequence.slot * self._max_layers + layers) * self._max_blocks + at[:, None]
-        return np.stack([index.ravel(), pages.ravel()], axis=1).astype(np.int32)
+        blocks: list[Block] = []
+        places: list[int] = []  # in the tables, of each block's first layer
+        for extension in extensions:
+            sequence, count = self._open[extension.seq], len(extension.blocks)
+            at, end = sequence.next_block, sequence.next_block + count
+            assert end <= self._max_blocks, f"sequence {extension.seq} grows to block {end - 1}"
+            sequence.blocks.extend(extension.blocks)
+            blocks.extend(extension.blocks)
+            first = sequence.slot * self._max_layers * self._max_blocks
+            places.extend(range(first + at, first + end))
+        layers = np.array([len(block) for block in blocks], np.int32)  # sequences of other depths have others
+        total = int(layers.sum())
+        layer = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(layers, dtype=np.int32) - layers, layers)
+        written = np.empty((total, 2), np.int32)
+        written[:, 0] = np.repeat(np.array(places, np.int32), layers) + layer * np.int32(self._max_blocks)
+        written[:, 1] = np.fromiter(chain.from_iterable(blocks), np.int32, total)
+        return written
 
     def drop(self, seq: SequenceId, first_block: int) -> None:
         sequence = self._open[seq]
@@ -109,10 +125,3 @@ class SequenceTable:
         """The sequence owns blocks for positions up to `end`."""
         have = sequence.next_block * PAGE_TOKENS
         assert end <= have, f"sequence {sequence.id} has pages for {have} tokens, {end} are written"
-
-    def chain(self, sequence: Sequence) -> Iterator[Sequence]:
-        """The sequence and its parents, itself first."""
-        at: Sequence | None = sequence
-        while at is not None:
-            yield at
-            at = at.parent

@@ -97,22 +97,22 @@ class Planner:
         for seq in plan.close:
             self._table.close(seq)
         copied = self._open(plan, lengths)
-        pages = [self._table.extend(extension.seq, extension.blocks) for extension in plan.extend]
+        pages = self._table.extend(plan.extend)
         first = tuple(self._first(plan.first, staging))
         prompts = tuple(self._prompts(plan.prefill, lengths, staging))
         decode = tuple(self._decodes(plan.decode, plan.num_steps, staging))
         for drop in plan.drop:
             self._table.drop(drop.seq, drop.first_block)
         at = self._arena.length_index
-        words = [*pages, _ints([(at + slot, length) for slot, length in lengths.items()], 2)]
+        moved = _ints([(at + slot, length) for slot, length in lengths.items()], 2)
         clones = [
             (*pair, clone.num_tokens) for clone in plan.clone for pair in zip(clone.source, clone.target, strict=True)
         ]
         return Work(
             poisoned=staging.put(np.array(plan.released if self._debug else (), np.int32)),
             copied=staging.put(copied),
-            written=staging.put(np.concatenate(words)),
-            zeroed=staging.put(np.concatenate([p[:, 1] for p in pages]) if pages else np.zeros(0, np.int32)),
+            written=staging.put(np.concatenate([pages, moved])),
+            zeroed=staging.put(pages[:, 1]),
             cloned=staging.put(_ints(clones, 3)),
             first=first,
             prompts=prompts,
@@ -149,32 +149,25 @@ class Planner:
     def _prompt_work(
         self, loops: int, prefills: list[Prefill], lengths: dict[int, int], staging: Staging
     ) -> PromptWork:
-        rows = self._prompt.padded(sum(len(prefill.tokens) for prefill in prefills))
-        assert rows <= self._prompt.max_rows, f"{rows} prompt tokens in one plan"
-        ids, slots, positions = tables = np.zeros((3, rows), np.int32)
-        slots[:] = -1
         spans: list[Span] = []
+        tokens = array("i")
         drawing: list[tuple[Sequence, int]] = []  # with its last row
         complete: list[tuple[Sequence, int]] = []
-        at = 0
         for prefill in sorted(prefills, key=lambda prefill: tile_order(self._table[prefill.seq])):
             sequence, count = self._table[prefill.seq], len(prefill.tokens)
             assert prefill.start == sequence.length, f"sequence {prefill.seq} has {sequence.length} tokens"
             self._table.require_room(sequence, prefill.start + count)
-            span = slice(at, at + count)
-            ids[span], slots[span] = prefill.tokens, sequence.slot
-            positions[span] = np.arange(prefill.start, prefill.start + count)
-            spans.append(Span(sequence, at, prefill.start, count))
-            at += count
+            spans.append(Span(sequence, len(tokens), prefill.start, count))
+            tokens.extend(prefill.tokens)
             sequence.length = lengths[sequence.slot] = prefill.start + count
             if prefill.last:
-                (complete if sequence.sampling is None else drawing).append((sequence, at - 1))
+                (complete if sequence.sampling is None else drawing).append((sequence, len(tokens) - 1))
         for sequence, _ in complete:
             sequence.has_output = True
-        tiles = prompt_tiles(spans)
+        shape, tables = prompt_tables(spans, np.frombuffer(tokens, np.int32), self._prompt, loops)
         return PromptWork(
-            PassShape(rows, len(tiles), loops),
-            staging.put(np.concatenate([tables.ravel(), tiles.ravel()])),
+            shape,
+            staging.put(tables),
             draws=tuple(self._prompt_draws(drawing, staging)),
             kept=tuple((sequence.slot, staging.put(np.array([row], np.int32))) for sequence, row in complete),
         )
