@@ -101,10 +101,10 @@ struct QueryOffsets {
   int low, high;
 };
 
-DEVICE QueryOffsets query_offsets(int tile, const Unit& unit, const Lists& lists) {
+DEVICE QueryOffsets query_offsets(int tile, const Unit& unit, const Entries& entries, int num_heads) {
   const int g = threadIdx.x % 32 / 4;
-  const Query low = query_of(tile, g, unit, lists), high = query_of(tile, g + 8, unit, lists);
-  return {(low.row * lists.num_heads + low.head) * kHeadDim, (high.row * lists.num_heads + high.head) * kHeadDim};
+  const Query low = query_of(tile, g, unit, entries), high = query_of(tile, g + 8, unit, entries);
+  return {(low.row * num_heads + low.head) * kHeadDim, (high.row * num_heads + high.head) * kHeadDim};
 }
 
 // Warp j asks for pieces 4·j .. 4·j + 3 of each row.
@@ -167,13 +167,13 @@ DEVICE float2 weigh_row(float (&scores)[2][4], int half, Sight sight, float scal
 }
 
 // The warp's share of a tile: weights of its 16 tokens.
-DEVICE void publish_weights(Exchange& exchange, int tile, const Unit& unit, const Lists& lists, const Batch& batch,
-                            const PagePieces& page, float scale) {
+DEVICE void publish_weights(Exchange& exchange, int tile, const Unit& unit, const Entries& entries,
+                            const Batch& batch, const PagePieces& page, float scale) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   Sight sights[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = query_of(tile, g + 8 * half, unit, lists).row;
+    const int row = query_of(tile, g + 8 * half, unit, entries).row;
     sights[half] = sight_of(batch.position[row], batch.window[row], unit.block);
   }
   float scores[2][4];
@@ -227,14 +227,14 @@ DEVICE void mix(float (&o)[kDimTiles][4], const float (&factor)[2][kSteps], cons
 }
 
 // The warp's output dims of a tile, and by warp 0 m and l.
-DEVICE void store_partials(const Partials& partials, int tile, const Unit& unit, const Lists& lists,
-                           const Exchange& exchange, const PagePieces& page) {
+DEVICE void store_partials(const Partials& partials, int tile, const Unit& unit, const Entries& entries,
+                           const Lists& lists, const Exchange& exchange, const PagePieces& page) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   float factor[2][kSteps], o[kDimTiles][4];
   int splits[2];  // −1: not stored
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Query query = query_of(tile, g + 8 * half, unit, lists);
+    const Query query = query_of(tile, g + 8 * half, unit, entries);
     splits[half] = query.exists ? first_split(query.row, query.head, lists) + query.ordinal : -1;
     const float2 top_sum = combine_steps(factor[half], exchange, g + 8 * half);
     if (query.exists && warp == 0 && t == 0) partials.ml[splits[half]] = top_sum;
@@ -252,24 +252,27 @@ DEVICE void store_partials(const Partials& partials, int tile, const Unit& unit,
 
 // All query tiles of a unit.
 DEVICE void attend(const Partials& partials, Exchange& exchange, const u16* q, QueryOffsets first, const Unit& unit,
-                   const Lists& lists, const Batch& batch, const PagePieces& page, float scale) {
+                   const Entries& entries, const Lists& lists, const Batch& batch, const PagePieces& page,
+                   float scale) {
   QueryPieces queries = load_queries(q, first);
-  for (int tile = 0; tile * kTileEntries < unit.num_entries; ++tile) {
+  const int num_tiles = (unit.num_entries + kTileEntries - 1) / kTileEntries;
+#pragma unroll 1
+  for (int tile = 0; tile < num_tiles; ++tile) {
     publish_queries(exchange, queries);
     __syncthreads();
-    queries = load_queries(q, query_offsets(tile + 1, unit, lists));
-    publish_weights(exchange, tile, unit, lists, batch, page, scale);
+    if (tile + 1 < num_tiles) queries = load_queries(q, query_offsets(tile + 1, unit, entries, lists.num_heads));
+    publish_weights(exchange, tile, unit, entries, batch, page, scale);
     __syncthreads();
-    store_partials(partials, tile, unit, lists, exchange, page);
+    store_partials(partials, tile, unit, entries, lists, exchange, page);
   }
 }
 
 // The same for a page that none of the rows has come to: o = 0, m = −inf, l = 0.
-DEVICE void store_unseen(const Partials& partials, const Unit& unit, const Lists& lists) {
+DEVICE void store_unseen(const Partials& partials, const Unit& unit, const Entries& entries, const Lists& lists) {
   constexpr int kPieces = kHeadDim / 4;
 #pragma unroll 1
   for (int i = threadIdx.x; i < unit.num_entries * kQueriesPerKv * kPieces; i += kThreads) {
-    const uint2 entry = lists.entries[unit.first_entry + i / kPieces / kQueriesPerKv];
+    const uint2 entry = entries.row_ordinal[i / kPieces / kQueriesPerKv];
     const int head = static_cast<int>(blockIdx.x) * kQueriesPerKv + i / kPieces % kQueriesPerKv;
     const int split = first_split(entry.x, head, lists) + entry.y;
     float4* o = reinterpret_cast<float4*>(partials.o + static_cast<u64>(split) * kHeadDim);
@@ -281,14 +284,15 @@ DEVICE void store_unseen(const Partials& partials, const Unit& unit, const Lists
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     decode_attention(const u16* q, const u16* pool, const i32* tables, const int4* items, const i32* num_items,
-                     const uint2* entries, const i32* row_items, const i32* position, const i32* window,
+                     const uint2* all_entries, const i32* row_items, const i32* position, const i32* window,
                      float* partial_o, float2* partial_ml, i32* counters, u16* a, i32 table_offset, i32 table_stride,
                      i32 num_rows, i32 num_heads, i32 num_kv_heads, i32 max_blocks, float scale) {
   __shared__ Batch batch;
   __shared__ Progress progress;
+  __shared__ Entries entries;
   __shared__ Exchange exchange;
   __shared__ Completed completed;
-  const Lists lists = {items, entries, tables + table_offset, pool, table_stride, num_heads, num_kv_heads, max_blocks};
+  const Lists lists = {items, all_entries, tables + table_offset, pool, table_stride, num_heads, num_kv_heads, max_blocks};
   const Partials partials = {partial_o, partial_ml};
   dependency_launch();
   if (threadIdx.x == 0) progress = {items[blockIdx.y], static_cast<int>(blockIdx.y), num_items[0]};
@@ -297,7 +301,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
   while (progress.index < progress.num_items) {
     const Unit unit = read_unit(progress.item, lists);
-    const UnitSight sight = sight_of_unit(unit, lists, batch);
+    read_entries(entries, unit, lists);
+    __syncthreads();
+    const UnitSight sight = sight_of_unit(unit, entries.row_ordinal, batch);
     const bool is_first = progress.index == static_cast<int>(blockIdx.y);
     if (is_first && !sight.settled) {
       prefetch_page(unit, sight.any, lists);
@@ -308,20 +314,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const int next = progress.index + gridDim.y;
     if (next < progress.num_items) {
       const Unit next_unit = read_unit(items[next], lists);
-      prefetch_page(next_unit, sight_of_unit(next_unit, lists, batch).any, lists);
+      const uint2* next_entries = lists.entries + next_unit.first_entry;
+      prefetch_page(next_unit, sight_of_unit(next_unit, next_entries, batch).any, lists);
     }
-    const QueryOffsets first_queries = query_offsets(0, unit, lists);
+    const QueryOffsets first_queries = query_offsets(0, unit, entries, num_heads);
     if (is_first) dependency_wait();
     if (sight.any.end > 0)
-      attend(partials, exchange, q, first_queries, unit, lists, batch, page, scale);
+      attend(partials, exchange, q, first_queries, unit, entries, lists, batch, page, scale);
     else
-      store_unseen(partials, unit, lists);
+      store_unseen(partials, unit, entries, lists);
     if (threadIdx.x == 0) completed.count = 0;
-    __syncthreads();  // all of the unit's partials are stored
     if (threadIdx.x == kThreads - 1) advance(progress, lists);
-    arrive(completed, unit, lists, batch, counters);
+    __syncthreads();  // all of the unit's partials are stored
+    if (counters == nullptr) continue;
+    arrive(completed, unit, entries, lists, batch, counters);
     __syncthreads();
     merge_completed(a, partials, completed, lists, batch);
   }
   if (blockIdx.y == 0) dependency_wait();  // a kernel without items, too, ends after the one before it
+}
+
+// The merge of all rows by itself: a block per row and head, a warp per 64 output dims.
+extern "C" __global__ void __launch_bounds__(kMergeThreads)
+    decode_attention_merge(const i32* row_items, const float* partial_o, const float2* partial_ml, u16* a,
+                           i32 num_heads, i32 max_blocks) {
+  __shared__ SplitFactors factors[kMergeThreads / 32];
+  dependency_launch();
+  const int row = blockIdx.x, row_head = row * num_heads + blockIdx.y, warp = threadIdx.x / 32;
+  const int num_splits = row_items[row];
+  dependency_wait();
+  if (num_splits == 0) return;
+  const u64 split = static_cast<u64>(row_head) * max_blocks;
+  merge_splits(a + row_head * kHeadDim, partial_o + split * kHeadDim, partial_ml + split, factors[warp],
+               warp * kMergeDims, num_splits);
 }

@@ -76,11 +76,21 @@ DEVICE const u16* values_of(const Unit& unit, const Lists& lists) {
   return page_values(lists.pool, unit.page, blockIdx.x, lists.num_kv_heads);
 }
 
-DEVICE UnitSight sight_of_unit(const Unit& unit, const Lists& lists, const Batch& batch) {
+// Of a unit, in shared memory.
+struct Entries {
+  uint2 row_ordinal[kMaxRows];
+};
+
+DEVICE void read_entries(Entries& entries, const Unit& unit, const Lists& lists) {
+  if (threadIdx.x < unit.num_entries) entries.row_ordinal[threadIdx.x] = lists.entries[unit.first_entry + threadIdx.x];
+}
+
+// entries: the unit's, in shared memory or among all.
+DEVICE UnitSight sight_of_unit(const Unit& unit, const uint2* entries, const Batch& batch) {
   int begin = kPageTokens, end = 0, first_end = kPageTokens + 1;
 #pragma unroll 1
   for (int e = threadIdx.x % 32; e < unit.num_entries; e += 32) {
-    const int row = lists.entries[unit.first_entry + e].x;
+    const int row = entries[e].x;
     const Sight sight = sight_of(batch.position[row], batch.window[row], unit.block);
     begin = min(begin, sight.begin);
     end = max(end, sight.end);
@@ -89,9 +99,9 @@ DEVICE UnitSight sight_of_unit(const Unit& unit, const Lists& lists, const Batch
   return {{reduce_min(begin), reduce_max(end)}, reduce_min(first_end) > kPageTokens};
 }
 
-DEVICE Query query_of(int tile, int i, const Unit& unit, const Lists& lists) {
+DEVICE Query query_of(int tile, int i, const Unit& unit, const Entries& entries) {
   const int e = tile * kTileEntries + i / kQueriesPerKv;
-  const uint2 entry = lists.entries[unit.first_entry + min(e, unit.num_entries - 1)];
+  const uint2 entry = entries.row_ordinal[min(e, unit.num_entries - 1)];
   const int head = static_cast<int>(blockIdx.x) * kQueriesPerKv + i % kQueriesPerKv;
   return {static_cast<int>(entry.x), head, static_cast<int>(entry.y), i < kTileQueries && e < unit.num_entries};
 }

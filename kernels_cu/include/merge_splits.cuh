@@ -8,6 +8,7 @@
 
 constexpr int kMergeDims = 64;
 constexpr int kMergeSplits = 32;
+constexpr int kMergeThreads = 32 * kHeadDim / kMergeDims;  // of a row and head
 static_assert(kMergeSplits <= 32, "a lane holds the factor of a split");
 
 struct SplitParts {
@@ -80,9 +81,10 @@ struct Completed {
 };
 
 // Counts the unit for each of its rows.
-DEVICE void arrive(Completed& completed, const Unit& unit, const Lists& lists, const Batch& batch, i32* counters) {
+DEVICE void arrive(Completed& completed, const Unit& unit, const Entries& entries, const Lists& lists,
+                   const Batch& batch, i32* counters) {
   if (threadIdx.x < unit.num_entries) {
-    const int row = lists.entries[unit.first_entry + threadIdx.x].x;
+    const int row = entries.row_ordinal[threadIdx.x].x;
     i32* counter = counters + row * lists.num_kv_heads + blockIdx.x;
     if (atomic_arrive(counter) + 1 == batch.splits[row]) {
       *counter = 0;

@@ -19,6 +19,8 @@ MOST_ROWS = 64
 MOST_QUERIES_PER_KV = 16  # they share one tile of queries
 _THREADS = 128
 _BLOCKS_PER_SM = 4  # as many as registers allow
+_MERGE_DIMS = 64  # of a warp
+MOST_ROWS_MERGED_AT_ONCE = 2  # by the attention itself; the splits of more are merged by a kernel of its own
 
 
 def decode_attention(
@@ -79,16 +81,21 @@ def decode_attention(
     rows, heads, head_dim, blocks = (sizes[name] for name in "RHDB")
     check_heads("decode_attention", sizes, layer)
     require("decode_attention", rows <= MOST_ROWS, f"{rows} rows, at most {MOST_ROWS} are possible")
-    kernel = device.kernel(
-        "decode_attention", "decode_attention", TL_HEAD_DIM=head_dim, TL_QUERIES_PER_KV=heads // num_kv_heads
-    )
+    defines = {"TL_HEAD_DIM": head_dim, "TL_QUERIES_PER_KV": heads // num_kv_heads}
     strides = min(sizes["I"], max(1, _BLOCKS_PER_SM * device.num_sms // num_kv_heads))
+    apart = rows > MOST_ROWS_MERGED_AT_ONCE
     arguments: tuple[Argument, ...] = (
-        *(q, pool, tables, items, num_items, entries, row_items, position, window, partial_o, partial_ml, counters, a),
+        *(q, pool, tables, items, num_items, entries, row_items, position, window, partial_o, partial_ml),
+        *(None if apart else counters, a),
         *map(np.int32, (layer * blocks, sizes["L"] * blocks, rows, heads, num_kv_heads, blocks)),
         softmax_scale(head_dim),
     )
+    kernel = device.kernel("decode_attention", "decode_attention", **defines)
     device.launch(kernel, (num_kv_heads, strides, 1), _THREADS, arguments, dependent=dependent)
+    if apart:
+        merge = device.kernel("decode_attention", "decode_attention_merge", **defines)
+        arguments = (row_items, partial_o, partial_ml, a, np.int32(heads), np.int32(blocks))
+        device.launch(merge, (rows, heads, 1), 32 * head_dim // _MERGE_DIMS, arguments, dependent=dependent)
 
 
 def softmax_scale(head_dim: int) -> np.float32:
