@@ -23,6 +23,7 @@
 // threads.  Accumulators and epilogues are fp32; q, K, V and h are rounded once, as they are stored.
 // Bytes: the weights once; x (rows · num_inputs / gridDim.y halves) by every block, out of L2.
 #include "fold_row.cuh"
+#include "held.cuh"
 #include "qkv.cuh"
 
 #define QKV 0
@@ -48,40 +49,70 @@ DEVICE Fold fold_of(const float* stream, float* stream_out, const float* partial
   return {stream, out, partials, num_partials, post_gain, loop_gain, gain, inject, injected, p.rows, p.num_inputs, eps};
 }
 
-// x as the rings keep it, out of the residual stream: every thread block for itself.
+// x as it lies in shared memory, out of the residual stream: every thread block for itself.
 template <int kRows>
-DEVICE void fold_x(const Product& p, const Share& s, const Fold& f, const Gains& gains, float* scratch) {
-  uint2* x = reinterpret_cast<uint2*>(s.x);
+DEVICE void fold_x(const Product& p, uint4* to, const Fold& f, const Gains& gains, float* scratch) {
+  uint2* x = reinterpret_cast<uint2*>(to);
   fold_rows<kRows>(f, gains, 0, scratch, [&](int row, int column, uint2 halves) {
     const int half_block = column / 32, in_half = column % 32 / 4;
     x[(half_block * p.rows + row) * 8 + in_half] = halves;
   });
-  for (int stage = 0; stage < kDepth - 1; ++stage) cp_async_commit();
 }
 
-// Everything, the weights first.  Epilogue: as StoreHeads in qkv.cuh.
+// Everything, out of rings.  Epilogue: as StoreHeads in qkv.cuh.
 template <class Epilogue>
-DEVICE void matmul(const Product& p, const Fold& fold, unsigned char* shared, Epilogue epilogue) {
+DEVICE void matmul_in_rings(const Product& p, const Fold& fold, unsigned char* shared, Epilogue& epilogue) {
   unsigned char* rings = shared + kScratchBytes;
   const u64 policy = cache_policy(p.keep);
   const Share share = take_share(p, rings);
   Sums sums[kWarpParts] = {};
   start_weights(p, share, policy);
+  epilogue.load();
   dependency_launch();
+  epilogue.prepare();
   if constexpr (kFoldRows > 0) {
     const Gains gains = load_gains(fold);
     dependency_wait();
-    epilogue.load();
-    fold_x<kFoldRows>(p, share, fold, gains, reinterpret_cast<float*>(shared));
+    fold_x<kFoldRows>(p, share.x, fold, gains, reinterpret_cast<float*>(shared));
+    for (int stage = 0; stage < kDepth - 1; ++stage) cp_async_commit();
   } else {
     dependency_wait();
-    epilogue.load();
     start_x(p, share);
   }
-  epilogue.prepare();
   multiply<(kFoldRows > 0)>(sums, p, share, policy);
   epilogue.finish();
   reduce_and_store(sums, p, share, rings, epilogue);
+}
+
+// Everything, all weights held.
+template <class Epilogue>
+DEVICE void matmul_held(const Product& p, const Fold& fold, unsigned char* shared, Epilogue& epilogue) {
+  const Held held = take_held(p, shared + kScratchBytes);
+  Sums sums[kWarpParts] = {};
+  hold_weights(p, held, cache_policy(p.keep));
+  epilogue.load();
+  dependency_launch();
+  epilogue.prepare();
+  if constexpr (kFoldRows > 0) {
+    const Gains gains = load_gains(fold);
+    dependency_wait();
+    fold_x<kFoldRows>(p, held.x, fold, gains, reinterpret_cast<float*>(shared));
+  } else {
+    dependency_wait();
+    hold_x(p, held);
+  }
+  cp_async_commit();
+  epilogue.finish();
+  cp_async_wait<0>();
+  __syncthreads();
+  multiply_held(sums, p, held);
+  reduce_held(sums, p, held, epilogue);
+}
+
+template <class Epilogue>
+DEVICE void matmul(const Product& p, const Fold& fold, unsigned char* shared, Epilogue epilogue) {
+  if constexpr (kHeldBlocks > 0) matmul_held(p, fold, shared, epilogue);
+  else matmul_in_rings(p, fold, shared, epilogue);
 }
 
 struct NothingToPrepare {

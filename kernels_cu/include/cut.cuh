@@ -27,6 +27,9 @@
 #ifndef TL_RESIDENT
 #define TL_RESIDENT 1
 #endif
+#ifndef TL_HELD_BLOCKS
+#define TL_HELD_BLOCKS 0
+#endif
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kRowTiles = TL_ROW_TILES;  // tiles of 8 rows of the batch
@@ -37,6 +40,7 @@ constexpr int kWarpParts = TL_WARP_PARTS;
 constexpr int kStageBlocks = TL_STAGE_BLOCKS;
 constexpr int kDepth = TL_DEPTH;
 constexpr bool kResident = TL_RESIDENT;
+constexpr int kHeldBlocks = TL_HELD_BLOCKS;  // of each part, where all of them lie in shared memory (held.cuh); else 0
 constexpr int kPieces = pieces_per_tile(kGroup);
 constexpr int kUnitBlocks = blocks_per_unit(kGroup);
 constexpr int kUnitStages = kUnitBlocks / kStageBlocks;

@@ -122,7 +122,6 @@ DEVICE void multiply(Sums (&sums)[kWarpParts], const Product& p, const Share& s,
   }
 }
 
-
 DEVICE float4 add(const float4& a, const float4& b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
 // Balanced binary tree over kCount values, `stride` apart.
@@ -130,6 +129,25 @@ template <int kCount>
 DEVICE float4 sum_tree(const float4* values, int stride) {
   if constexpr (kCount == 1) return *values;
   else return add(sum_tree<kCount / 2>(values, stride), sum_tree<kCount / 2>(values + kCount / 2 * stride, stride));
+}
+
+// A warp's parts of its tile i, row tile n.
+DEVICE float4 warp_total(const Sums (&sums)[kWarpParts], int i, int n) {
+  const float(&first)[4] = sums[0][i][n];
+  const float4 total = make_float4(first[0], first[1], first[2], first[3]);
+  if constexpr (kWarpParts == 1) return total;
+  const float(&second)[4] = sums[kWarpParts - 1][i][n];
+  return add(total, make_float4(second[0], second[1], second[2], second[3]));
+}
+
+// values: of the first slice, the others kStride apart.
+template <int kStride, class Epilogue>
+DEVICE void store_total(const float4* values, const Product& p, int tile, int lane, int n, Epilogue& epilogue) {
+  const int row = n * 8 + lane % 4 * 2;
+  if (tile >= p.num_tiles || row >= p.rows) return;
+  const float4 total = sum_tree<kWarpsK>(values, kStride);
+  epilogue.store(tile, lane / 4, row, total.x, total.z);
+  if (row + 1 < p.rows) epilogue.store(tile, lane / 4, row + 1, total.y, total.w);
 }
 
 // The thread block's parts summed, and epilogue.store(tile, g, row, low, high) called once for each tile, g and row of
@@ -144,24 +162,13 @@ DEVICE void reduce_and_store(Sums (&sums)[kWarpParts], const Product& p, const S
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-      const float(&first)[4] = sums[0][i][n];
-      float4 total = make_float4(first[0], first[1], first[2], first[3]);
-      if constexpr (kWarpParts == 2) {
-        const float(&second)[4] = sums[1][i][n];
-        total = add(total, make_float4(second[0], second[1], second[2], second[3]));
-      }
-      values[s.slice * kSlice + ((s.warp_m * kTiles + i) * kRowTiles + n) * 32 + s.lane] = total;
-    }
+    for (int n = 0; n < kRowTiles; ++n)
+      values[s.slice * kSlice + ((s.warp_m * kTiles + i) * kRowTiles + n) * 32 + s.lane] = warp_total(sums, i, n);
   }
   __syncthreads();
 #pragma unroll 1
   for (int item = threadIdx.x; item < kSlice; item += kThreads) {
     const int lane = item % 32, n = item / 32 % kRowTiles, tile = blockIdx.x * kBlockTiles + item / 32 / kRowTiles;
-    const int row = n * 8 + lane % 4 * 2;
-    if (tile >= p.num_tiles || row >= p.rows) continue;
-    const float4 total = sum_tree<kWarpsK>(values + item, kSlice);
-    epilogue.store(tile, lane / 4, row, total.x, total.z);
-    if (row + 1 < p.rows) epilogue.store(tile, lane / 4, row + 1, total.y, total.w);
+    store_total<kSlice>(values + item, p, tile, lane, n, epilogue);
   }
 }

@@ -49,6 +49,10 @@ class Product:
         return -(-self.num_inputs // (BLOCK_INPUTS * self.unit_blocks * num_parts)) * self.unit_blocks
 
     @property
+    def has_even_parts(self) -> bool:
+        return self.num_inputs % (BLOCK_INPUTS * self.unit_blocks * PARTS[self.kind]) == 0
+
+    @property
     def pieces(self) -> int:
         """16-byte pieces that a lane holds of one tile."""
         return 1 if self.group else 4
@@ -64,6 +68,7 @@ class Cut:
     stage_blocks: int  # blocks of 64 inputs of a stage: 1, or both of a group of 128
     depth: int  # stages of the rings, one of them being read
     resident: bool  # x is loaded at once instead of through a ring
+    held: bool = False  # so are all weights (held.cuh); for parts of one length, and one row tile
 
     def num_partials(self, kind: LinearKind) -> int:
         return PARTS[kind] // (WARPS // self.warps_m * self.warp_parts)
@@ -77,7 +82,7 @@ class Cut:
 
     def shared_bytes(self, p: Product, fold_rows: int = 0) -> int:
         """As take_share in cut.cuh lays it out; the sums of all warps come over it at the end."""
-        slots = min(self.depth, self.num_stages(p))
+        slots = self.num_stages(p) if self.held else min(self.depth, self.num_stages(p))
         parts = WARPS // self.warps_m * self.warp_parts
         ring_blocks = parts * slots * self.stage_blocks
         x = (p.most_blocks(self.num_partials(p.kind)) if self.resident else ring_blocks) * p.rows * BLOCK_INPUTS * 2
@@ -99,6 +104,7 @@ class Cut:
             "TL_STAGE_BLOCKS": self.stage_blocks,
             "TL_DEPTH": self.depth,
             "TL_RESIDENT": int(self.resident),
+            "TL_HELD_BLOCKS": p.most_blocks(PARTS[p.kind]) if self.held else 0,
         }
 
 
@@ -122,6 +128,8 @@ def _candidates(p: Product) -> Iterator[Cut]:
             x_bytes = p.rows * p.num_inputs * 2 // whole.num_partials(p.kind)
             if p.row_tiles == 1 and x_bytes <= _RESIDENT_BYTES:
                 yield whole
+                if p.has_even_parts and p.group:
+                    yield Cut(tiles, warps_m, warp_parts, 1, 2, resident=True, held=True)
             for depth in range(2, _MOST_DEPTH + 1):
                 yield Cut(tiles, warps_m, warp_parts, 1, depth, resident=False)
 
@@ -135,7 +143,7 @@ def _shapes(p: Product) -> Iterator[tuple[int, int]]:
     else:
         if p.rows * p.num_inputs * 2 <= _RESIDENT_BYTES:
             yield 1, PARTS[p.kind] // WARPS
-        yield 4, 1
+        yield 2 if p.row_tiles == 1 else 4, 1
 
 
 def _small_depth(p: Product, tiles: int) -> int:
@@ -143,7 +151,7 @@ def _small_depth(p: Product, tiles: int) -> int:
     return min(max(_SMALL_RING_BYTES // stage_bytes, 3), 9)
 
 
-def _preference(cut: Cut, p: Product, num_sms: int) -> tuple[int, int, int, bool, int]:
+def _preference(cut: Cut, p: Product, num_sms: int) -> tuple[int, int, bool, int, bool, int]:
     grid = cut.grid(p)
     waves = -(-grid[0] * grid[1] // num_sms)
-    return cut.num_partials(p.kind), waves * cut.tiles, -cut.tiles, not cut.resident, -cut.depth
+    return cut.num_partials(p.kind), waves * cut.tiles, not cut.held, -cut.tiles, not cut.resident, -cut.depth
