@@ -247,6 +247,24 @@ def test_products_that_depend_on_their_place_are_a_fault() -> None:
         engine_of(PLAIN, device)
 
 
+@pytest.mark.parametrize("num_pages", [6, 29, 30])
+def test_the_check_uses_no_page_that_is_not_there(num_pages: int) -> None:
+    """Batches that there are no pages for are left out; each page has one owner."""
+    engine, sizes = shared_engine(PLAIN), []
+
+    class Small:
+        limits = replace(engine.limits, num_pages=num_pages)
+
+        def step(self, plan: Plan) -> StepResult:
+            pages = [page for extend in plan.extend for block in extend.blocks for page in block]
+            assert len(set(pages)) == len(pages) and max(pages, default=0) < num_pages
+            sizes.append(len(plan.decode))
+            return engine.step(plan)
+
+    check_rows(Small(), (1, 8))
+    assert max(sizes) == {6: 0, 29: 1, 30: 8}[num_pages]  # three layers: two blocks of the prefix, one of each row
+
+
 def test_rows_that_depend_on_company_are_a_fault() -> None:
     engine = shared_engine(PLAIN)
 

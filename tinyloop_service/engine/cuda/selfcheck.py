@@ -82,19 +82,19 @@ class _RowCheck:
         self._loops, self._layers = limits.default_loops, limits.cache_layers(limits.default_loops)
         self._length = max(1, min(PAGE_TOKENS + 6, limits.max_seq_len - _STEPS - 2))
         self._tokens = np.random.default_rng(1).integers(0, limits.vocab_size, self._length).tolist()
-        self._blocks = -(-(self._length + _STEPS + 2) // PAGE_TOKENS)  # of the longest row, its prefix's included
+        self._shared = self._length // PAGE_TOKENS  # whole blocks, that rows read through the prefix
+        self._own = -(-(self._length + _STEPS + 2) // PAGE_TOKENS) - self._shared  # blocks of a row
         self.known: dict[int, object] = {}
 
     def has_pages(self, rows: int) -> bool:
-        per_row = self._blocks - self._length // PAGE_TOKENS
-        return (self._blocks + rows * per_row) * self._layers <= self._engine.limits.num_pages
+        return (self._shared + 1 + rows * self._own) * self._layers <= self._engine.limits.num_pages
 
     def build_prefix(self) -> None:
         self._engine.step(
             Plan(
                 0,
                 open=(Open(_PREFIX, None, 0, self._loops, 0, None),),
-                extend=(Extend(_PREFIX, self._table(0)[: -(-self._length // PAGE_TOKENS)]),),
+                extend=(Extend(_PREFIX, self._prefix_blocks()),),
                 prefill=(Prefill(_PREFIX, 0, tuple(self._tokens), last=True),),
             )
         )
@@ -103,15 +103,16 @@ class _RowCheck:
         """(sequence, everything it drew) of `count` rows, each with a suffix of one token of its own."""
         sampling, start = Sampling(logprobs=MAX_LOGPROBS), self._length
         rows = [_FIRST_ROW - i for i in range(count)]
-        shared, own = divmod(start, PAGE_TOKENS)
-        tables = [self._table(1 + i)[: self._blocks - shared] for i in range(count)]
-        clones = [Clone(seq, self._table(0)[shared], table[0], own) for seq, table in zip(rows, tables, strict=True)]
+        partial = start % PAGE_TOKENS
+        tables = [self._blocks(self._shared + 1 + i * self._own, self._own) for i in range(count)]
+        source = self._prefix_blocks()[-1]
+        clones = [Clone(seq, source, table[0], partial) for seq, table in zip(rows, tables, strict=True)]
         began = self._engine.step(
             Plan(
                 0,
                 open=tuple(Open(seq, _PREFIX, start, self._loops, 0, sampling) for seq in rows),
                 extend=tuple(Extend(seq, table) for seq, table in zip(rows, tables, strict=True)),
-                clone=tuple(clones) if own else (),
+                clone=tuple(clones) if partial else (),
                 prefill=tuple(
                     Prefill(seq, start, (i % self._engine.limits.vocab_size,), last=True) for i, seq in enumerate(rows)
                 ),
@@ -122,9 +123,10 @@ class _RowCheck:
         first = {row.seq: (row.tokens, row.logprobs) for row in began.rows}
         return ((row.seq, (first[row.seq], row.tokens, row.logprobs)) for row in went_on.rows)
 
-    def _table(self, owner: int) -> tuple[Block, ...]:
-        """Blocks of pages that nobody else has: the prefix's, or a row's."""
-        first = owner * self._blocks * self._layers
-        return tuple(
-            tuple(range(first + i * self._layers, first + (i + 1) * self._layers)) for i in range(self._blocks)
-        )
+    def _prefix_blocks(self) -> tuple[Block, ...]:
+        return self._blocks(0, -(-self._length // PAGE_TOKENS))
+
+    def _blocks(self, first: int, count: int) -> tuple[Block, ...]:
+        """Blocks of the pages in order: the prefix has the first ones, then the rows."""
+        starts = range(first * self._layers, (first + count) * self._layers, self._layers)
+        return tuple(tuple(range(start, start + self._layers)) for start in starts)
