@@ -109,7 +109,23 @@ DEVICE u16* target_of(const Token& token, int head, u16* q, u16* pool, const Sha
   return keys + token.position % kPageTokens * kHeadDim;
 }
 
-DEVICE void turn_heads(const Token& token, int first_head, const u16* qkv, const float* cos_table,
+// A thread's part of its heads; those beyond the last are not read.
+struct Pieces {
+  uint4 first[kHeadsPerBlock], second[kHeadsPerBlock];
+};
+
+DEVICE void load_pieces(Pieces& pieces, const u16* qkv, int token, int first_head, const Shape& shape) {
+#pragma unroll
+  for (int i = 0; i < kHeadsPerBlock; ++i) {
+    if (first_head + i >= shape.num_heads + shape.num_kv_heads) return;
+    const u16* head = head_of(qkv, token, first_head + i, shape);
+    const uint4* source = reinterpret_cast<const uint4*>(head) + first_piece(threadIdx.x % kTokenThreads);
+    pieces.first[i] = load_global(source);
+    pieces.second[i] = load_global(source + other_piece());
+  }
+}
+
+DEVICE void turn_heads(Pieces& pieces, const Token& token, int first_head, const float* cos_table,
                        const float* sin_table, u16* pool, u16* q, const Shape& shape) {
   const int chunk = threadIdx.x % kTokenThreads;
   float cos[kPairs], sin[kPairs];
@@ -119,12 +135,10 @@ DEVICE void turn_heads(const Token& token, int first_head, const u16* qkv, const
   for (int i = 0; i < kHeadsPerBlock; ++i) {
     const int head = first_head + i;
     if (head >= shape.num_heads + shape.num_kv_heads) return;
-    const uint4* source = reinterpret_cast<const uint4*>(head_of(qkv, token.index, head, shape)) + first_piece(chunk);
-    uint4 first = load_global(source), second = load_global(source + other_piece());
-    turn_pieces(first, second, cos, sin);
+    turn_pieces(pieces.first[i], pieces.second[i], cos, sin);
     uint4* target = reinterpret_cast<uint4*>(target_of(token, head, q, pool, shape)) + first_piece(chunk);
-    target[0] = first;
-    target[other_piece()] = second;
+    target[0] = pieces.first[i];
+    target[other_piece()] = pieces.second[i];
   }
 }
 
@@ -161,13 +175,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   dependency_wait();
   dependency_launch();
   const int place = kv_head < 0 ? threadIdx.x / kTokenThreads : threadIdx.x % kTokens;
+  const int first_head = blockIdx.y * kHeadsPerBlock;
+  Pieces pieces;  // on their way while the token's place is looked up
+  if (kv_head < 0) {
+    if (first_token + place < num_tokens) load_pieces(pieces, qkv, first_token + place, first_head, shape);
+  } else {
+    stage_values(rows, qkv, first_token, num_tokens, num_heads + num_kv_heads + kv_head, shape);
+  }
   const Token token = read_token(first_token + place, num_tokens, token_slot, token_position, tables, layer, max_layers,
                                  max_blocks);
   if (kv_head < 0) {
-    if (token.position >= 0) turn_heads(token, blockIdx.y * kHeadsPerBlock, qkv, cos, sin, pool, q, shape);
+    if (token.position >= 0) turn_heads(pieces, token, first_head, cos, sin, pool, q, shape);
     return;
   }
-  stage_values(rows, qkv, first_token, num_tokens, num_heads + num_kv_heads + kv_head, shape);
   __syncthreads();
   if (token.position >= 0) store_values(rows, token, place, pool, kv_head, shape);
 }

@@ -13,7 +13,8 @@ floor         the larger of bytes / bandwidth and flops / rate.  Bytes: weights 
               step, keys and values once in a layer; all else out of the L2 cache (8.3 TB/s).  Rate: 700 TFLOP/s, fp16
 of ceiling    floor / in place
 engine        the same step or prefill as plans of the engine, host included; one step and several steps a plan
-promise       the one place where equal bits for every length cost speed: a product over 8192 inputs in slices of 2048
+promise       the one place where equal bits for every length cost speed: a short prompt's product over many inputs is
+              given more rows than it has
 
 Microseconds, medians of the rounds; in brackets the least and the most.
 """
@@ -29,14 +30,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 from bench_report import print_table, versions, write_json
 from recorded_launches import Cost, Costs, Launched, RecordingDevice
 
 from tinyloop_service.bench import Workload, describe_machine, kv_memory_for, prompt_tokens
 from tinyloop_service.bench.direct import Direct, measure_prefill, measure_steps
 from tinyloop_service.engine.cuda import CudaEngine, open_device
-from tinyloop_service.engine.cuda.prompt import SLICE_INPUTS
+from tinyloop_service.engine.cuda.products import ROW_MULTIPLE
 from tinyloop_service.engine.spec import ModelSpec, Quant
 from tinyloop_service.engine.tensors import with_fp16_blocks
 from tinyloop_service.engine.weights import ModelWeights, random_model, read_model
@@ -159,7 +159,7 @@ class Bench:
 
     def __init__(self, weights: ModelWeights, device: Any, scale: Scale, **engine: Any) -> None:
         """engine: further arguments of `CudaEngine`."""
-        self._scale, self._clock = scale, Clock(device, scale)
+        self._device, self._scale, self._clock = device, scale, Clock(device, scale)
         self._recorder = RecordingDevice(device)
         self._spec = weights.spec
         longest = Workload(prefix_len=max(*scale.prefixes, *scale.prompts), rows=scale.rows, new_tokens=NEW_TOKENS)
@@ -172,6 +172,7 @@ class Bench:
         self._direct = Direct(self._engine, self._spec.default_loops)
 
     def run(self) -> dict[str, Any]:
+        promise = self._promise()
         profiles = [self._profile_prefill(length) for length in self._scale.prompts]
         for prefix in self._scale.prefixes:
             for rows in self._scale.rows:
@@ -179,7 +180,12 @@ class Bench:
         whole = {str(prefix): self._whole_steps(prefix) for prefix in self._scale.prefixes}
         prefills = {str(length): self._whole_prefill(length) for length in self._scale.prompts}
         self._engine.close()
-        return {"profiles": profiles, "engine_steps_us": whole, "engine_prefill_us": prefills}
+        return {
+            "profiles": profiles,
+            "engine_steps_us": whole,
+            "engine_prefill_us": prefills,
+            "promise_us": promise,
+        }
 
     def _tokens(self, length: int) -> tuple[int, ...]:
         return prompt_tokens(self._spec.vocab_size, length)
@@ -228,21 +234,17 @@ class Bench:
         times = measure_prefill(self._direct, self._tokens(length), self._scale.rounds + 1, lambda _: None)
         return [ms * 1e3 for ms in times[1:]]
 
-
-def promise_us(device: Any, clock: Clock, spec: ModelSpec, tokens: int) -> dict[str, list[float]]:
-    """The product of `down` over all inputs at once, and in the slices that give every number of tokens equal bits."""
-    rng = np.random.default_rng(0)
-
-    def matrix(rows: int) -> Any:
-        return device.upload(rng.standard_normal((rows, spec.d_ff), np.float32).astype(np.float16))
-
-    x, weight, out = matrix(tokens), matrix(spec.d_model), device.zeros((tokens, spec.d_model), np.float32)
-    slices = [slice(at, at + SLICE_INPUTS) for at in range(0, spec.d_ff, SLICE_INPUTS)]
-    sliced = [partial(device.gemm, x[:, part], weight[:, part], out, accumulate=True) for part in slices]
-    return {
-        "whole": clock.samples_us([partial(device.gemm, x, weight, out, accumulate=True)]),
-        "in slices": clock.samples_us(sliced),
-    }
+    def _promise(self) -> dict[str, list[float]]:
+        """The product of `down` of a short prompt: of its rows alone, and of as many as it is given."""
+        self._recorder.take()
+        self._direct.prefill(self._tokens(ROW_MULTIPLE))
+        down = next(
+            each for each in self._recorder.take() if each.name == "gemm" and each.args[0].shape[1] == self._spec.d_ff
+        )
+        self._direct.clear()
+        x, weight, out = down.args
+        alone = partial(self._device.gemm, x[:ROW_MULTIPLE], weight, out[:ROW_MULTIPLE], accumulate=True)
+        return {"alone": self._clock.samples_us([alone]), f"{len(x)} rows": self._clock.samples_us([down.again])}
 
 
 def print_whole(measured: dict[str, Any]) -> None:
@@ -274,13 +276,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         weights = weights_of(args.model, args.body)
         device = open_device(weights.spec)
         scale = Scale(tuple(args.rows), tuple(args.prefix), tuple(args.prompt), args.rounds, REPLAYS, LAUNCHES)
-    promise = promise_us(device, Clock(device, scale), weights.spec, scale.prompts[0])
     measured = {
         "machine": describe_machine(),
         "versions": versions(),
         "model": args.model,
         "body": args.body,
-        "promise_us": promise,
     }
     measured |= Bench(weights, device, scale, **options).run()
     print_whole(measured)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS
-from tinyloop_service.kernels.device import Device
+from tinyloop_service.kernels.device import Device, Graph
 from tinyloop_service.kernels.pack import TILE_ROWS
 
 Array = Any  # of the device
@@ -47,6 +47,17 @@ class Launched:
         return rows, inputs, tiles * TILE_ROWS
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedGraph:
+    graph: Graph
+    launches: list[Launched]
+    noted: list[Launched]  # by its device
+
+    def launch(self) -> None:
+        self.graph.launch()
+        self.noted.extend(self.launches)
+
+
 class RecordingDevice:
     """A device that passes everything on, and notes launches."""
 
@@ -59,8 +70,9 @@ class RecordingDevice:
         return getattr(self._device, name)
 
     def take(self) -> list[Launched]:
-        """What was launched or captured since the last call."""
-        taken, self._launches = self._launches, []
+        """What was launched since the last call, alone or in graphs."""
+        taken = list(self._launches)
+        self._launches.clear()
         return taken
 
     def graph_of(self, num_rows: int) -> list[Launched]:
@@ -70,11 +82,18 @@ class RecordingDevice:
         }
         return padded[min(rows for rows in padded if rows >= num_rows)]
 
-    def capture(self, work: Callable[[], None]) -> Any:
+    def capture(self, work: Callable[[], None]) -> RecordedGraph:
         before = len(self._launches)
-        graph = self._device.capture(work)
-        self._graphs.append(self._launches[before:])
-        return graph
+
+        def noted() -> None:
+            del self._launches[before:]  # of a rehearsal
+            work()
+
+        graph = self._device.capture(noted)
+        launches = self._launches[before:]
+        del self._launches[before:]  # nothing ran yet
+        self._graphs.append(launches)
+        return RecordedGraph(graph, launches, self._launches)
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, args: Sequence[Any], **options: Any) -> None:
         def run(arguments: Sequence[Any]) -> None:
@@ -146,8 +165,9 @@ class Costs:
         return Cost(0, 2 * q.nbytes + blocks * 2 * pool.shape[1], 4 * pairs * q.shape[1])
 
     def fold_norm(self, args: tuple[Any, ...]) -> Cost:
-        x, partials = args[:2]
-        return Cost(cache_bytes=2 * x.nbytes + x.nbytes // 2 + (0 if partials is None else partials.nbytes))
+        x, x_out, partials = args[:3]
+        streams = sum(array.nbytes for array in (x, x_out, partials) if array is not None)
+        return Cost(cache_bytes=streams + x.nbytes // 2)
 
     def stream(self, args: tuple[Any, ...]) -> Cost:
         """Rows of the residual stream, fp32, written from rows of a table that is half or just as wide."""

@@ -93,6 +93,13 @@ DEVICE float exp2_fast(float x) {
   return result;
 }
 
+// 1/x to 1 ulp; 1/inf = 0.
+DEVICE float reciprocal_fast(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // ---- tensor cores ---------------------------------------------------------------------------------------------
 
 // c[16x8] += a[16x16] · b[16x8] over a warp, fp16 operands, fp32 accumulators.  Lane = 4·g + t holds
@@ -203,6 +210,11 @@ DEVICE void cp_async16(void* shared, const void* global, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(global), "l"(policy)
                : "memory");
+}
+
+// The same of 4 bytes, valid always.
+DEVICE void cp_async4(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

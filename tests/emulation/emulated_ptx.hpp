@@ -245,6 +245,8 @@ inline u32 half2_fma(u32 a, u32 b, u32 c) {
   return emulator::pair(emulator::narrow_exactly(low), emulator::narrow_exactly(high));
 }
 
+inline float reciprocal_fast(float x) { return 1.0f / x; }
+
 inline float exp2_fast(float x) {
   const float result = exp2f(x);
   return result < 1.17549435e-38f ? 0.0f : result;

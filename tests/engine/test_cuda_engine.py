@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from test_small_cases import PLAIN
 from tinyloop_service.engine.api import Extend, Open, Plan, Prefill, StepResult
 from tinyloop_service.engine.cuda import CudaEngine
 from tinyloop_service.engine.cuda.probe import DeviceUnavailable, check_spec
-from tinyloop_service.engine.cuda.prompt import FIXED_ROWS
+from tinyloop_service.engine.cuda.products import FIXED_ROWS, Products, least_rows
 from tinyloop_service.engine.cuda.selfcheck import check_rows
 from tinyloop_service.engine.spec import Quant
 from tinyloop_service.errors import EngineFault, InvalidArgument
@@ -86,7 +87,13 @@ def test_models_that_the_kernels_cannot_run(changes: dict[str, Any], says: str) 
 def test_progress_says_what_takes_time() -> None:
     said: list[str] = []
     engine_of(PLAIN, progress=said.append)
-    assert said == ["repacking weights", "capturing graphs", "checking that no row depends on its company"]
+    assert said == [
+        "repacking weights",
+        "trying matrix products",
+        "capturing graphs",
+        "capturing graphs of prompts: 4 of 4",
+        "checking that no row depends on its company",
+    ]
 
 
 def test_a_failed_plan_costs_only_its_own_sequences(driver: Driver) -> None:
@@ -216,20 +223,64 @@ def test_closing_lets_the_device_go() -> None:
 # ---- its check of itself
 
 
-class PickyDevice(EmulatedDevice):  # type: ignore[misc]
-    """Products of other than `size` rows have other bits in their first row."""
+def bits(by_rows: dict[int, str]) -> dict[int, list[bytes]]:
+    """Of a product at three places of each number of rows."""
+    return {rows: [place.encode() for place in places] for rows, places in by_rows.items()}
 
-    size = FIXED_ROWS
+
+@pytest.mark.parametrize(
+    ("by_rows", "expected"),
+    [
+        ({64: "aaa", 128: "aaa", 192: "aaa"}, 64),
+        ({64: "bbb", 128: "aaa", 192: "aaa"}, 128),
+        ({64: "aaa", 128: "bbb", 192: "aaa"}, 192),  # what agrees by chance below is not used
+        ({64: "aaa", 128: "baa", 192: "aaa"}, 192),
+        ({64: "bbb", 512: "aaa", 576: "aaa"}, 512),
+        ({64: "aaa", 512: "bbb", 576: "aaa"}, None),  # 576 rows for every short prompt are too many
+        ({64: "aaa", 128: "aaa", 192: "aab"}, None),
+    ],
+)
+def test_the_least_rows_of_a_product(by_rows: dict[int, str], expected: int | None) -> None:
+    assert least_rows(bits(by_rows)) == expected
+
+
+def test_a_product_has_its_least_rows_and_no_others_change() -> None:
+    device = EmulatedDevice()
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal((rows, 64)).astype(np.float16) for rows in (2 * FIXED_ROWS, 8))
+    x[64:] = np.nan  # what lies behind the rows that are wanted
+    products = Products(device)
+    products.set_least("down", 192)
+    products.set_tiles("qkv")
+    found = {}
+    for kind, computed in (("o", 64), ("down", 192), ("qkv", FIXED_ROWS)):
+        out = device.upload(np.full((len(x), 8), 7, np.float32))
+        products.multiply(kind, device.upload(x), device.upload(weight), out, 64, accumulate=True)
+        found[kind] = device.download(out)
+        assert np.isnan(found[kind][64:computed]).all() and (found[kind][computed:] == 7).all()
+        assert np.array_equal(found[kind][:64], found["o"][:64])
+    assert np.allclose(found["o"][:64], 7 + x[:64].astype(np.float32) @ weight.T.astype(np.float32), atol=1e-3)
+
+
+class PickyDevice(EmulatedDevice):  # type: ignore[misc]
+    """Products of other numbers of rows than it likes have other bits in their first row."""
+
+    def __init__(self, likes: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.likes = likes
 
     def gemm(self, x: Any, weight: Any, out: Any, *, accumulate: bool = False) -> None:
         super().gemm(x, weight, out, accumulate=accumulate)
-        if len(x) != self.size:
+        if not self.likes(len(x)):
             self.enqueue(lambda: out.__setitem__(0, out[0] * out.dtype.type(1 + len(x) / 512)))
 
 
-def test_products_whose_bits_depend_on_their_rows_get_a_fixed_number_of_rows() -> None:
-    """Then the engine is the one whose products do not."""
-    driver, picky = Driver(shared_engine(PLAIN)), Driver(engine_of(PLAIN, PickyDevice()))
+@pytest.mark.parametrize("likes", [lambda rows: rows >= 192, lambda rows: rows == FIXED_ROWS], ids=["many", "one"])
+def test_products_whose_bits_depend_on_their_rows_get_numbers_of_rows_that_agree(likes: Callable[[int], bool]) -> None:
+    """Then the engine is the one whose products do not, whatever earlier passes have left behind a short one."""
+    driver, picky = Driver(shared_engine(PLAIN)), Driver(engine_of(PLAIN, PickyDevice(likes), max_chunk=2 * FIXED_ROWS))
+    for one in (driver, picky):
+        one.close(one.prefix(TOKENS[:200]))
     assert drawn_by(picky) == drawn_by(driver)
 
 
@@ -241,10 +292,8 @@ def drawn_by(driver: Driver) -> Drawn:
 
 
 def test_products_that_depend_on_their_place_are_a_fault() -> None:
-    device = PickyDevice()
-    device.size = -1
     with pytest.raises(EngineFault, match="self-check: a row of a matrix product depends"):
-        engine_of(PLAIN, device)
+        engine_of(PLAIN, PickyDevice(lambda rows: False))
 
 
 @pytest.mark.parametrize("num_pages", [6, 29, 30])

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from test_small_cases import PLAIN
 
-from tinyloop_service.engine.api import Open
-from tinyloop_service.engine.cuda.batch import Span, SplitTables, prompt_tiles, tile_order
+from tinyloop_service.engine.api import Extend, Open
+from tinyloop_service.engine.cuda.batch import Span, SplitTables, prompt_tables, prompt_tiles, tile_order
 from tinyloop_service.engine.cuda.schedule import schedule_of
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
@@ -29,7 +30,7 @@ class Chains:
         sequence = self.table.open(Open(self.next, parent.id if parent else None, start, 1, window, None))
         blocks = -(-length // 64) - start // 64
         if blocks:
-            self.table.extend(self.next, ((0, 0),) * blocks)
+            self.table.extend([Extend(self.next, ((0, 0),) * blocks)])
         sequence.length = length
         return sequence
 
@@ -120,6 +121,39 @@ def test_suffixes_off_one_parent_share_tiles() -> None:
     first = next(s for s in spans if s.sequence in wide)
     shared = [[first.sequence.slot, first.row, 64, 0, 0, 2], [first.sequence.slot, first.row + 64, 26, 0, 0, 2]]
     assert sorted(tiles) == sorted(own + shared)
+
+
+def test_tables_of_a_pass() -> None:
+    """One after the other: ids, slots, positions, tiles; the tiles of many short chunks are as many as a power says."""
+    chains = Chains()
+    sequences = [chains.open(0) for _ in range(3)]
+    slots = [sequence.slot for sequence in sequences]
+    spans = [Span(sequences[0], 0, 5, 70), Span(sequences[1], 70, 0, 2), Span(sequences[2], 72, 9, 1)]
+    tables, num_tiles = prompt_tables(spans, np.arange(100, 173, dtype=np.int32), 128)
+    ids, where, positions = tables[: 3 * 128].reshape(3, 128).tolist()
+    assert num_tiles == 4 and tables.size == 3 * 128 + 6 * 4
+    assert ids == [*range(100, 173), *[0] * 55]
+    assert where == [*[slots[0]] * 70, *[slots[1]] * 2, slots[2], *[-1] * 55]
+    assert positions == [*range(5, 75), 0, 1, 9, *[0] * 55]
+    assert np.array_equal(tables[3 * 128 :].reshape(4, 6), prompt_tiles(spans))
+    tables, num_tiles = prompt_tables(spans[1:], np.arange(3, dtype=np.int32), 64)
+    assert num_tiles == 2
+    tables, num_tiles = prompt_tables([*spans, Span(sequences[1], 73, 2, 3)], np.arange(76, dtype=np.int32), 128)
+    assert num_tiles == 8 and tables[-18:].tolist() == [0] * 18
+
+
+def test_pages_of_several_sequences_are_written_at_once() -> None:
+    chains = Chains()
+    first, second = chains.open(64), chains.open(0)
+    blocks = Extend(first.id, ((5, 6), (7, 8))), Extend(second.id, ((9, 10, 11),))  # 2 and 3 layers of at most 4
+    written = chains.table.extend(blocks).tolist()
+    places = [(first.slot, 0, 1), (first.slot, 1, 1), (first.slot, 0, 2), (first.slot, 1, 2)]
+    places += [(second.slot, layer, 0) for layer in range(3)]
+    at = [(slot * 4 + layer) * 10 + block for slot, layer, block in places]
+    assert written == [list(pair) for pair in zip(at, range(5, 12), strict=True)]
+    assert chains.table.extend([]).shape == (0, 2)
+    with pytest.raises(AssertionError, match=r"sequence 1 grows to block 10"):
+        chains.table.extend([Extend(first.id, ((0, 0),) * 8)])
 
 
 def test_slots_come_back_and_run_out() -> None:

@@ -43,6 +43,24 @@ def test_two_arrays_that_disagree() -> None:
         match("op", a=(half(3), "float16", "R"), b=(half(5), "float16", "R"))
 
 
+def test_what_matched_is_remembered_by_all_it_depends_on() -> None:
+    good = half(3, 4)
+    for _ in range(2):
+        sizes = match("op", {"K": 4}, x=(good, "float16", "R, K"))
+        assert sizes == {"K": 4, "R": 3}
+        sizes["R"] = 9  # the caller's own
+    for known, array, dtype, pattern in [
+        ({"K": 5}, good, "float16", "R, K"),
+        ({"K": 4}, half(3, 5), "float16", "R, K"),
+        ({"K": 4}, good.astype(np.float32), "float16", "R, K"),
+        ({"K": 4}, good, "float32", "R, K"),
+        ({"K": 4}, good, "float16", "R, K, N"),
+        ({"K": 4}, half(3, 8)[:, ::2], "float16", "R, K"),
+    ]:
+        with pytest.raises(KernelArgumentError):
+            match("op", known, x=(array, dtype, pattern))
+
+
 def test_require() -> None:
     require("op", True, "never said")
     with pytest.raises(KernelArgumentError, match="op: D is 3"):

@@ -21,6 +21,9 @@ _COMPUTE_32F = 68
 _DEFAULT_ALGORITHM = -1
 _LOST = (13, 14)  # CUBLAS_STATUS_EXECUTION_FAILED, _INTERNAL_ERROR
 _NO_REDUCED_PRECISION_REDUCTION = 16
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+_MATRIX = (_POINTER, _INT, _INT)  # address, type, row stride
+_GEMM_ARGUMENTS = (_POINTER, *5 * (_INT,), _POINTER, *_MATRIX, *_MATRIX, _POINTER, *_MATRIX, _INT, _INT)
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises for Hopper
 
 
@@ -36,7 +39,11 @@ class CuBlas:
         self._check("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream))
         self._check("cublasSetWorkspace_v2", self._handle, ctypes.c_void_p(workspace), ctypes.c_size_t(WORKSPACE_BYTES))
         self._check("cublasSetMathMode", self._handle, _NO_REDUCED_PRECISION_REDUCTION)
-        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+        self._factors = (ctypes.c_float * 2)(0, 1)  # of what is added to, by `accumulate`
+        zero = ctypes.addressof(self._factors)
+        self._zero, self._one = zero, zero + ctypes.sizeof(ctypes.c_float)
+        self._gemm = self._library.cublasGemmEx
+        self._gemm.argtypes = _GEMM_ARGUMENTS
 
     def gemm(
         self,
@@ -54,13 +61,13 @@ class CuBlas:
         accumulate: bool,
     ) -> None:
         """Device addresses; sizes and row strides in elements.  Row-major here is column-major, operands swapped."""
-        self._check(
-            "cublasGemmEx", self._handle, _TRANSPOSE, _NO_TRANSPOSE, outputs, tokens, inputs,
-            ctypes.byref(self._one), ctypes.c_void_p(weight), _R_16F, weight_stride,
-            ctypes.c_void_p(x), _R_16F, x_stride,
-            ctypes.byref(self._one if accumulate else self._zero), ctypes.c_void_p(out),
-            _R_16F if out_is_fp16 else _R_32F, out_stride, _COMPUTE_32F, _DEFAULT_ALGORITHM,
+        status = self._gemm(
+            self._handle, _TRANSPOSE, _NO_TRANSPOSE, outputs, tokens, inputs,
+            self._one, weight, _R_16F, weight_stride, x, _R_16F, x_stride,
+            self._one if accumulate else self._zero, out, _R_16F if out_is_fp16 else _R_32F, out_stride,
+            _COMPUTE_32F, _DEFAULT_ALGORITHM,
         )  # fmt: skip
+        _raise_if("cublasGemmEx", status)
 
     def close(self) -> None:
         if self._handle:
@@ -68,7 +75,10 @@ class CuBlas:
             self._handle = ctypes.c_void_p()
 
     def _check(self, function: str, *args: Any) -> None:
-        status = getattr(self._library, function)(*args)
-        if status:
-            kind = DeviceLost if status in _LOST else EngineFault
-            raise kind(f"{function} answered {status}")
+        _raise_if(function, getattr(self._library, function)(*args))
+
+
+def _raise_if(function: str, status: int) -> None:
+    if status:
+        kind = DeviceLost if status in _LOST else EngineFault
+        raise kind(f"{function} answered {status}")

@@ -51,6 +51,7 @@ class CupyDevice:
         self._compilers = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile")
         self._cubins: dict[tuple[Any, ...], Future[Path]] = {}
         self._kernels: dict[tuple[Any, ...], CupyKernel] = {}
+        self._multiplied: set[tuple[Any, ...]] = set()  # layouts of products that were checked
         self._wanted: set[CupyKernel] | None = None  # while preparing: what would have been launched
         self._can_depend = int(self.arch.removeprefix("sm_")) >= 90
 
@@ -147,7 +148,10 @@ class CupyDevice:
             self._launcher.launch(kernel, grid, block, args, shared_bytes, dependent and self._can_depend)
 
     def gemm(self, x: Any, weight: Any, out: Any, *, accumulate: bool = False) -> None:
-        check_gemm(x, weight, out)
+        layout = tuple((array.shape, array.strides, array.dtype) for array in (x, weight, out))
+        if layout not in self._multiplied:
+            check_gemm(x, weight, out)
+            self._multiplied.add(layout)
         if self._wanted is None and 0 not in x.shape and 0 not in out.shape:
             self._bind()
             self._blas.gemm(
@@ -158,7 +162,7 @@ class CupyDevice:
                 x_stride=x.strides[0] // 2,
                 weight_stride=weight.strides[0] // 2,
                 out_stride=out.strides[0] // out.itemsize,
-                out_is_fp16=out.dtype == np.float16,
+                out_is_fp16=out.itemsize == 2,
                 accumulate=accumulate,
             )
 

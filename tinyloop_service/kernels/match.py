@@ -9,6 +9,7 @@ returns {"N": …, "R": …, "K": …} or fails in one sentence:
 A dimension is a name, a number, `_` for any, or an expression of names (+ - * / and parentheses; division is exact).
 A name that stands alone takes its value from where it first does so; expressions are checked once all names are known.
 Kernels read plain memory, so every array is C-contiguous.  None stands for an absent array and matches anything.
+What matched before is remembered by its shapes, for a pass makes the same hundred calls again and again.
 Refuses to know what the kernel does.
 """
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tinyloop_service.kernels.device import Array
 
 Expected = tuple["Array | None", str, str]  # the array, its dtype, its dimensions
+_MOST_REMEMBERED = 1 << 14
+_remembered: dict[tuple[object, ...], dict[str, int]] = {}
 
 
 class KernelArgumentError(ValueError):
@@ -51,7 +54,24 @@ def _parse(pattern: str) -> tuple[_Dimension, ...]:
 
 def match(operation: str, known: Mapping[str, int] | None = None, /, **arguments: Expected) -> dict[str, int]:
     """The sizes by name, those of `known` included; raises KernelArgumentError."""
-    sizes = dict(known or {})
+    key = (*(known.items() if known else ()), *map(_facts, arguments.values()))
+    sizes = _remembered.get(key)
+    if sizes is None:
+        sizes = _match(operation, known or {}, arguments)
+        if len(_remembered) >= _MOST_REMEMBERED:
+            _remembered.clear()
+        _remembered[key] = sizes
+    return dict(sizes)
+
+
+def _facts(expected: Expected) -> tuple[object, ...] | None:
+    """All that a match depends on; what it is called matters to complaints only."""
+    array, dtype, pattern = expected
+    return None if array is None else (array.shape, array.dtype, array.flags.c_contiguous, dtype, pattern)
+
+
+def _match(operation: str, known: Mapping[str, int], arguments: Mapping[str, Expected]) -> dict[str, int]:
+    sizes = dict(known)
     derived: list[tuple[str, Array, tuple[_Dimension, ...]]] = []
     for name, (array, dtype, pattern) in arguments.items():
         if array is None:

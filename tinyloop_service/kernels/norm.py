@@ -18,6 +18,7 @@ InjectMode = Literal["none", "store", "add"]
 INJECT_MODES: tuple[InjectMode, ...] = ("none", "store", "add")
 THREADS = 256
 FOLD_ROWS = 4  # a linear can fold at most so many rows itself
+_MANY_ROWS, _ROWS_AT_A_TIME = 128, 2  # prompts: more of a row is under way at once
 _CHUNK = 4 * THREADS  # columns that a block holds in one register each
 _PARTIALS = (0, 1, 2, 4, 8, 16)
 
@@ -33,7 +34,7 @@ class Fold:
     """
 
     x: Array  # float32 [R, W], W a multiple of 4
-    x_out: Array  # float32 [R, W], what x becomes.  fold_norm: x itself; a linear: other memory
+    x_out: Array | None  # float32 [R, W], what x becomes.  fold_norm: x itself, None: as it is; a linear: other memory
     partials: (
         Array | None
     )  # float32 [C, R, W], C of 1, 2, 4, 8, 16, summed as a balanced tree; None: x is as it should be
@@ -95,7 +96,7 @@ def fold_norm(
     """x moves on in place and y follows from it, as Fold says.  y float16 [R, W]."""
     fold = Fold(
         x=x,
-        x_out=x,
+        x_out=None if partials is None and loop_gain is None and inject == "none" else x,
         partials=partials,
         eps=eps,
         gain=gain,
@@ -106,6 +107,8 @@ def fold_norm(
     )
     sizes = fold.check("fold_norm")
     match("fold_norm", sizes, y=(y, "float16", "R, W"))
-    kernel = device.kernel("norm", "fold_norm", TL_CHUNKS=num_chunks(sizes["W"]))
-    arguments = (*fold.arguments(sizes["C"]), y, np.int32(sizes["R"]), np.int32(sizes["W"]))
-    device.launch(kernel, (sizes["R"], 1, 1), THREADS, arguments, dependent=dependent)
+    rows = sizes["R"]
+    at_a_time = _ROWS_AT_A_TIME if rows >= _MANY_ROWS and rows % _ROWS_AT_A_TIME == 0 else 1
+    kernel = device.kernel("norm", "fold_norm", TL_CHUNKS=num_chunks(sizes["W"]), TL_FOLD_ROWS=at_a_time)
+    arguments = (*fold.arguments(sizes["C"]), y, np.int32(rows), np.int32(sizes["W"]))
+    device.launch(kernel, (rows // at_a_time, 1, 1), THREADS, arguments, dependent=dependent)

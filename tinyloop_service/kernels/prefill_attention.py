@@ -37,7 +37,7 @@ def prefill_attention(
     q, a     float16 [T, H·D]                   H = num_heads
     pool     float16 [pages, 2·G·64·D]          G = num_kv_heads; the tokens' own K and V are in it already
     tables   int32 [slots, max_layers, max_blocks]
-    tiles    int32 [tiles, 6]                   slot, first row of q, 1..64 rows, position of the first, window, shared
+    tiles    int32 [tiles, 6]                   slot, first row of q, 0..64 rows, position of the first, window, shared
     token_slot, token_position   int32 [T]      of each row; for tiles with shared > 0
 
     A tile with shared = 0 is neighbouring tokens of one sequence.  One with shared > 0 is tokens of several sequences,

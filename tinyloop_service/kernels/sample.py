@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels.device import Array, Device
-from tinyloop_service.kernels.match import match, require
+from tinyloop_service.kernels.match import KernelArgumentError, match, require
 from tinyloop_service.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Sampling, TokenIds
 
 MAX_ROWS = 64
@@ -87,13 +87,16 @@ class SamplerTables:
         prompt: every token of the sequence so far, its prefix's included; read only if a penalty asks for it.  Tokens
         that `sample` draws are seen by themselves.
         """
+        if not 0 <= slot < self.num_slots:
+            raise KernelArgumentError(f"sample: slot is {slot}, expected 0 to {self.num_slots - 1}")
         bias = _bias(sampling)
         count = len(bias)
-        require("sample", 0 <= slot < self.num_slots, f"slot is {slot}, expected 0 to {self.num_slots - 1}")
-        require("sample", count <= MAX_LOGIT_BIAS, f"{count} biases, expected at most {MAX_LOGIT_BIAS}")
+        if count > MAX_LOGIT_BIAS:
+            raise KernelArgumentError(f"sample: {count} biases, expected at most {MAX_LOGIT_BIAS}")
         self._records[slot] = _record(sampling, self.vocab_size)
-        self._host["bias_ids"][slot, :count] = list(bias)
-        self._host["bias_values"][slot, :count] = list(bias.values())
+        if count:
+            self._host["bias_ids"][slot, :count] = list(bias)
+            self._host["bias_values"][slot, :count] = list(bias.values())
         if sampling.repetition_penalty != 1:
             self._host["seen"][slot] = _bits(prompt, self.vocab_size)
         self._written.add(slot)

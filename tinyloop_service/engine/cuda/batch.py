@@ -107,6 +107,27 @@ def prompt_tiles(spans: Rows[Span]) -> Ints:
     return np.concatenate(tiles)
 
 
+def prompt_tables(spans: Rows[Span], tokens: Ints, rows: int) -> tuple[Ints, int]:
+    """Tables of a pass of `rows` padded rows, one after the other, and the number of its tiles.
+
+    ids, slots (−1: padding), positions, each (rows,); tiles (n, 6).  n is rows/64 or that times a power of two, the
+    last tiles empty, so that passes of equal `rows` have few shapes.
+    """
+    tiles, most = prompt_tiles(spans), rows // TILE_TOKENS
+    while most < len(tiles):
+        most *= 2
+    tables = np.zeros(3 * rows + 6 * most, np.int32)
+    ids, slots, positions = tables[: 3 * rows].reshape(3, rows)
+    counts = np.array([span.count for span in spans])
+    offsets = np.array([span.position - span.row for span in spans], np.int32)
+    ids[: len(tokens)] = tokens
+    slots[: len(tokens)] = np.repeat(np.array([span.sequence.slot for span in spans], np.int32), counts)
+    slots[len(tokens) :] = -1
+    positions[: len(tokens)] = np.arange(len(tokens), dtype=np.int32) + np.repeat(offsets, counts)
+    tables[3 * rows :][: tiles.size] = tiles.ravel()
+    return tables, most
+
+
 def tile_order(sequence: Sequence) -> tuple[int, int]:
     """Sequences of equal order may share tiles."""
     return (sequence.parent.slot if sequence.parent is not None else -1, sequence.window)

@@ -37,6 +37,7 @@ MAX_ROWS = 256  # of a plan, in batches of at most ROW_COUNTS[-1]
 MAX_CHUNK = 2048
 MAX_STEPS = 8
 _KERNELS_PER_LINE = 20  # of progress
+_GRAPHS_PER_LINE = 16
 
 
 class CudaEngine:
@@ -135,19 +136,26 @@ class CudaEngine:
         return self._machine.read_logits(sequence.slot)
 
     def _warm(self, machine: Machine, say: Callable[[str], None]) -> None:
-        """Compile, capture the graphs of the default depth (others are captured on first use), check."""
+        """Compile, capture the graphs of the default depth (others are captured in use), check."""
         decoder, loops = machine.decoder, machine.spec.default_loops
+        schedule = decoder.schedule(loops)
 
         def compiled(ready: int, total: int) -> None:
             if ready % _KERNELS_PER_LINE == 0 or ready == total:
                 say(f"compiling kernels, once for this machine: {ready} of {total} ready")
 
+        def captured(done: int, total: int) -> None:
+            if done % _GRAPHS_PER_LINE == 0 or done == total:
+                say(f"capturing graphs of prompts: {done} of {total}")
+
         machine.prepare(compiled)
+        say("trying matrix products")
+        check_products(machine.device, machine.prompt, schedule)
         say("capturing graphs")
         for rows in decoder.row_counts:
             decoder.capture(rows, loops)
+        machine.prompt.capture_common(schedule, loops, captured)
         say("checking that no row depends on its company")
-        check_products(machine.device, machine.prompt, decoder.schedule(loops))
         check_rows(self, decoder.row_counts)
 
 

@@ -3,11 +3,11 @@
     embed → per layer: fold_norm, qkv, rope into pages, prefill_attention, o, fold_norm, gate|up, swiglu, down
 
 The residual stream is fp32, and products of o and down are added to it in place ("sandwich": they come apart, for they
-go through a norm of their own).  Rows are padded to a multiple of 64.  A product's inputs are cut into slices of 2048,
-summed in fp32 one after the other: cuBLAS then adds in an order that does not depend on the number of rows; where it
-does all the same (`selfcheck.py`), `fix_tiles` makes every product one of a fixed number of rows.
+go through a norm of their own).  Rows are padded to a multiple of 64.  How many rows cuBLAS is given, so that a row's
+bits do not depend on it, is up to `products.py`.
 
-A pass of a shape that comes again becomes a CUDA graph, for a hundred launches from Python take as long as the device.
+A pass is a CUDA graph, for a hundred launches from Python take as long as the device: those of common shapes from the
+start (`capture`), others when they come again.
 
 In: tokens, where they belong, and tiles.  Out: K and V in pages; the stream of chosen rows after the final norm.
 Refuses to know about plans and sequences.
@@ -16,11 +16,15 @@ Refuses to know about plans and sequences.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from tinyloop_service.engine.cuda.batch import TILE_TOKENS
 from tinyloop_service.engine.cuda.memory import Arena
+from tinyloop_service.engine.cuda.products import FIXED_ROWS, ROW_MULTIPLE, ProductKind, Products
 from tinyloop_service.engine.cuda.schedule import Layer, Schedule, Step
 from tinyloop_service.engine.cuda.weights import DeviceModel
 from tinyloop_service.kernels.device import Array, Device, Graph
@@ -30,10 +34,7 @@ from tinyloop_service.kernels.prefill_attention import prefill_attention
 from tinyloop_service.kernels.rope import rope
 from tinyloop_service.kernels.swiglu import swiglu
 
-ROW_MULTIPLE = 64
-FIXED_ROWS = 256  # of every product, if cuBLAS gives a row other bits in matrices of other sizes
-SLICE_INPUTS = 2048
-_MOST_GRAPHS = 32
+_MOST_GRAPHS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class PromptPass:
         """max_last: most rows of a pass whose output is wanted at once."""
         spec, rows = model.spec, -(-max_tokens // FIXED_ROWS) * FIXED_ROWS
         self._device, self._model, self._arena = device, model, arena
-        self.max_rows, self._tile_rows = rows, 0
+        self.max_rows = rows
+        self.products = Products(device)
         self._uses: Counter[PassShape] = Counter()
         self._graphs: dict[PassShape, Graph] = {}
         self.tables: Array = device.zeros((9 * rows,), np.int32)
@@ -82,20 +84,24 @@ class PromptPass:
         self._last_x = device.zeros((max_last, spec.d_model), np.float32)
         self._last_apart = device.zeros((max_last, spec.d_model), np.float32) if sandwich else None
 
-    def fix_tiles(self) -> None:
-        """From now on every product has the same number of rows."""
-        self._tile_rows = FIXED_ROWS
-
-    def padded(self, tokens: int) -> int:
+    @staticmethod
+    def padded(tokens: int) -> int:
         """Rows of a pass of so many tokens."""
-        multiple = self._tile_rows or ROW_MULTIPLE
-        return -(-tokens // multiple) * multiple
+        return -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+
+    def capture_common(self, schedule: Schedule, loops: int, captured: Callable[[int, int], None]) -> None:
+        """Graphs of passes of one chunk, or of suffixes off one prefix; `captured` hears how many, of how many."""
+        counts = range(ROW_MULTIPLE, self.max_rows + 1, ROW_MULTIPLE)
+        for done, rows in enumerate(counts, 1):
+            shape = PassShape(rows, rows // TILE_TOKENS, loops)
+            self._graphs[shape] = self._device.capture(partial(self.launch, shape, schedule))
+            captured(done, len(counts))
 
     def run(self, shape: PassShape, schedule: Schedule) -> None:
         """The pass whose tables are at the beginning of `tables`."""
         self._uses[shape] += 1
         if shape not in self._graphs and self._is_worth_a_graph(shape):
-            self._graphs[shape] = self._device.capture(lambda: self.launch(shape, schedule))
+            self._graphs[shape] = self._device.capture(partial(self.launch, shape, schedule))
         if shape in self._graphs:
             self._graphs[shape].launch()
         else:
@@ -114,16 +120,20 @@ class PromptPass:
     def launch(self, shape: PassShape, schedule: Schedule) -> None:
         """The same, launch by launch."""
         rows, tables = shape.rows, self._cut(shape)
-        embed_prompt(self._device, self._model.embed, tables.ids, self._x[:rows])
+        self.begin(tables.ids)
         apart = None
         for layer in schedule.layers:
             self._fold(rows, apart, layer.before_attention)
             self._attend(rows, tables, layer)
-            apart = self._join(self._a[:rows], layer.block.o.dense)
+            apart = self._join("o", self._a, layer.block.o.dense, rows)
             self._fold(rows, apart, layer.before_mlp)
-            self.gemm(self._y[:rows], layer.block.gate_up.dense, self._gate_up[:rows])
-            swiglu(self._device, self._gate_up[:rows], self._h[:rows])
-            apart = self._join(self._h[:rows], layer.block.down.dense)
+            self.products.multiply("gate_up", self._y, layer.block.gate_up.dense, self._gate_up, rows)
+            swiglu(self._device, self._gate_up[:rows], self._h[:rows], dependent=True)
+            apart = self._join("down", self._h, layer.block.down.dense, rows)
+
+    def begin(self, ids: Array) -> None:
+        """The stream of tokens int32 [rows], before the first layer."""
+        embed_prompt(self._device, self._model.embed, ids, self._x[: ids.shape[0]])
 
     def finish(self, index: Array, schedule: Schedule, y: Array) -> None:
         """The final norm of the rows index int32 [n] of the last pass → y fp16 [n, d_model]."""
@@ -139,16 +149,13 @@ class PromptPass:
             loop_gain=final.loop,
         )  # fmt: skip
 
-    def gemm(self, x: Array, weight: Array, out: Array, *, accumulate: bool = False) -> None:
-        """out [T, N] (+)= x [T, K] · weight [N, K]ᵀ, in slices of K and, if they are set, tiles of T."""
-        rows = x.shape[0]
-        tile = self._tile_rows or rows
-        for first in range(0, rows, tile):
-            part = slice(first, first + tile)
-            for at in range(0, x.shape[1], SLICE_INPUTS):
-                inputs = slice(at, at + SLICE_INPUTS)
-                add = accumulate or at > 0
-                self._device.gemm(x[part, inputs], weight[:, inputs], out[part], accumulate=add)
+    def target(self, kind: ProductKind) -> tuple[Array, bool]:
+        """Where a product goes, [max_rows, outputs], and whether it is added to what is there."""
+        if kind == "qkv":
+            return self._qkv, False
+        if kind == "gate_up":
+            return self._gate_up, False
+        return (self._x, True) if self._apart is None else (self._apart, False)
 
     def _cut(self, shape: PassShape) -> _Tables:
         ids, slots, positions = (self.tables[i * shape.rows : (i + 1) * shape.rows] for i in range(3))
@@ -157,30 +164,28 @@ class PromptPass:
     def _attend(self, rows: int, tables: _Tables, layer: Layer) -> None:
         spec, arena = self._model.spec, self._arena
         q = self._q[:rows]
-        self.gemm(self._y[:rows], layer.block.qkv.dense, self._qkv[:rows])
+        self.products.multiply("qkv", self._y, layer.block.qkv.dense, self._qkv, rows)
         rope(
             self._device, self._qkv[:rows], tables.slots, tables.positions, self._model.cos, self._model.sin,
             arena.tables, layer.index, arena.pool, q, num_kv_heads=spec.n_kv_heads, pairing=spec.rope_pairing,
+            dependent=True,
         )  # fmt: skip
         prefill_attention(
             self._device, q, arena.pool, arena.tables, layer.index, tables.tiles, self._a[:rows],
             num_heads=spec.n_heads, num_kv_heads=spec.n_kv_heads, token_slot=tables.slots,
-            token_position=tables.positions,
+            token_position=tables.positions, dependent=True,
         )  # fmt: skip
 
-    def _join(self, inputs: Array, weight: Array) -> Array | None:
-        """A product into the residual, or apart [1, T, d_model] where a norm comes between."""
-        rows = inputs.shape[0]
-        if self._apart is None:
-            self.gemm(inputs, weight, self._x[:rows], accumulate=True)
-            return None
-        self.gemm(inputs, weight, self._apart[:rows])
-        apart: Array = self._apart[:rows].reshape(1, rows, -1)
-        return apart
+    def _join(self, kind: ProductKind, inputs: Array, weight: Array, rows: int) -> Array | None:
+        """A product into the residual, or apart [1, rows, d_model] where a norm comes between."""
+        out, accumulate = self.target(kind)
+        self.products.multiply(kind, inputs, weight, out, rows, accumulate=accumulate)
+        return None if accumulate else out[:rows].reshape(1, rows, -1)
 
     def _fold(self, rows: int, apart: Array | None, step: Step) -> None:
         injected = None if step.inject == "none" or self._injected is None else self._injected[:rows]
         fold_norm(
             self._device, self._x[:rows], apart, self._y[:rows], eps=self._model.spec.norm_eps, gain=step.gain,
             post_gain=step.post, loop_gain=step.loop, inject=step.inject, injected=injected,
+            dependent=True,
         )  # fmt: skip

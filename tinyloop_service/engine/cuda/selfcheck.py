@@ -1,8 +1,8 @@
 """The promise, tried on this device with this model before it serves: does a row get the same bits whatever stands
 beside it?
 
-    products    prompt rows in matrices of every padded size, at their beginning, middle and end.  Where cuBLAS adds in
-                another order for some sizes, every product gets one fixed size instead
+    products    prompt rows in matrices of every padded size, at their beginning, middle and end.  A product gets so
+                many rows that cuBLAS adds in one order only, or one fixed size (`products.py`)
     rows        requests off one prefix in batches of every padded size, against the smallest that they were in
 
 In: an engine that is ready but for this.  Out: nothing, or an EngineFault that says which promise this device breaks.
@@ -16,7 +16,14 @@ from typing import Protocol
 import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Block, Clone, Extend, Limits, Open, Plan, Prefill, StepResult
-from tinyloop_service.engine.cuda.prompt import ROW_MULTIPLE, PromptPass
+from tinyloop_service.engine.cuda.products import (
+    FIXED_ROWS,
+    PRODUCT_KINDS,
+    ROW_MULTIPLE,
+    ProductKind,
+    least_rows,
+)
+from tinyloop_service.engine.cuda.prompt import PromptPass
 from tinyloop_service.engine.cuda.schedule import Schedule
 from tinyloop_service.errors import EngineFault
 from tinyloop_service.kernels.device import Array, Device
@@ -36,29 +43,39 @@ class Engine(Protocol):
 
 
 def check_products(device: Device, prompt: PromptPass, schedule: Schedule) -> None:
-    """Products of every padded number of rows; `prompt.fix_tiles` where they differ."""
+    """Finds how many rows each product is given at least; raises EngineFault."""
     block = schedule.layers[0].block
-    for dense, accumulate in ((block.qkv, False), (block.o, True), (block.gate_up, False), (block.down, True)):
-        if not _rows_agree(device, prompt, dense.dense, accumulate):
-            prompt.fix_tiles()
-            if not _rows_agree(device, prompt, dense.dense, accumulate):
-                raise EngineFault("self-check: a row of a matrix product depends on its place on this device")
+    weights = {"qkv": block.qkv, "o": block.o, "gate_up": block.gate_up, "down": block.down}
+    counts = range(ROW_MULTIPLE, prompt.max_rows + 1, ROW_MULTIPLE)
+    for kind in PRODUCT_KINDS:
+        trial = _Trial(device, prompt, kind, weights[kind].dense)
+        least = least_rows({rows: trial.bits(rows) for rows in counts})
+        if least is not None:
+            prompt.products.set_least(kind, least)
+            continue
+        prompt.products.set_tiles(kind)
+        if least_rows({rows: trial.bits(rows) for rows in (ROW_MULTIPLE, FIXED_ROWS, prompt.max_rows)}) is None:
+            raise EngineFault("self-check: a row of a matrix product depends on its place on this device")
 
 
-def _rows_agree(device: Device, prompt: PromptPass, weight: Array, accumulate: bool) -> bool:
-    num_outputs, num_inputs = weight.shape
-    some = np.random.default_rng(0).standard_normal((ROW_MULTIPLE, num_inputs)).astype(np.float16)
-    x = device.upload(np.tile(some, (prompt.max_rows // ROW_MULTIPLE, 1)))  # the same rows again and again
-    expected = None
-    for rows in range(prompt.padded(1), prompt.max_rows + 1, prompt.padded(1)):
-        out = device.zeros((rows, num_outputs), np.float32 if accumulate else np.float16)
-        prompt.gemm(x[:rows], weight, out, accumulate=accumulate)
-        for at in (0, rows // ROW_MULTIPLE // 2 * ROW_MULTIPLE, rows - ROW_MULTIPLE):
-            got = device.download(out[at : at + _COMPARED])
-            expected = got if expected is None else expected
-            if not np.array_equal(got, expected):
-                return False
-    return True
+class _Trial:
+    """One product of the pass, of the same few rows again and again."""
+
+    def __init__(self, device: Device, prompt: PromptPass, kind: ProductKind, weight: Array) -> None:
+        self._device, self._prompt, self._kind, self._weight = device, prompt, kind, weight
+        repeats = prompt.max_rows // ROW_MULTIPLE
+        some = np.random.default_rng(0).standard_normal((ROW_MULTIPLE, weight.shape[1])).astype(np.float16)
+        self._x = device.upload(np.tile(some, (repeats, 1)))
+        self._ids = device.upload(np.zeros(prompt.max_rows, np.int32))
+
+    def bits(self, rows: int) -> list[bytes]:
+        """Of the first rows' product at the beginning, in the middle and at the end of `rows` rows."""
+        out, accumulate = self._prompt.target(self._kind)
+        if accumulate:
+            self._prompt.begin(self._ids)  # something to add to
+        self._prompt.products.multiply(self._kind, self._x, self._weight, out, rows, accumulate=accumulate)
+        places = (0, rows // ROW_MULTIPLE // 2 * ROW_MULTIPLE, rows - ROW_MULTIPLE)
+        return [self._device.download(out[at : at + _COMPARED]).tobytes() for at in places]
 
 
 def check_rows(engine: Engine, row_counts: tuple[int, ...]) -> None:

@@ -7,6 +7,7 @@ about the device.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from tinyloop_service.engine.api import Plan, Prefill, SequenceId
-from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, Span, SplitTables, prompt_tiles, tile_order
+from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, Span, SplitTables, prompt_tables, tile_order
 from tinyloop_service.engine.cuda.buffers import BatchSections
 from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.memory import Arena
@@ -149,6 +150,8 @@ class Planner:
     def _prompt_work(
         self, loops: int, prefills: list[Prefill], lengths: dict[int, int], staging: Staging
     ) -> PromptWork:
+        rows = self._prompt.padded(sum(len(prefill.tokens) for prefill in prefills))
+        assert rows <= self._prompt.max_rows, f"{rows} prompt tokens in one plan"
         spans: list[Span] = []
         tokens = array("i")
         drawing: list[tuple[Sequence, int]] = []  # with its last row
@@ -164,9 +167,9 @@ class Planner:
                 (complete if sequence.sampling is None else drawing).append((sequence, len(tokens) - 1))
         for sequence, _ in complete:
             sequence.has_output = True
-        shape, tables = prompt_tables(spans, np.frombuffer(tokens, np.int32), self._prompt, loops)
+        tables, num_tiles = prompt_tables(spans, np.frombuffer(tokens, np.int32), rows)
         return PromptWork(
-            shape,
+            PassShape(rows, num_tiles, loops),
             staging.put(tables),
             draws=tuple(self._prompt_draws(drawing, staging)),
             kept=tuple((sequence.slot, staging.put(np.array([row], np.int32))) for sequence, row in complete),
