@@ -5,7 +5,7 @@
 //   q        fp16   [T][H·D]                   turned by RoPE
 //   pool     fp16   [num_pages][2·G·64·D]      pages (attention.cuh); the tokens' own K and V are in them
 //   tables   int32  [slots][max_layers][max_blocks]   page of a sequence's 64-token block
-//   tiles    int32  [N][6]                     slot, first row of q, rows 1..64, position of the first, window, shared
+//   tiles    int32  [N][6]                     slot, first row of q, rows 0..64, position of the first, window, shared
 //   token_slot, token_position  int32 [T]      of each row of q; read for tiles with shared > 0 only
 //   a        fp16   [T][H·D]                   rows of no tile are not written
 //   table_offset = layer·max_blocks, table_stride = max_layers·max_blocks; scale = log2(e)/√D
@@ -235,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   dependency_wait();
   dependency_launch();
   const Tile tile = read_tile(tiles, num_tiles - 1 - rank / num_heads);
+  if (tile.num_rows == 0) return;
   read_rows(rows, tile, token_slot, token_position);
   Queries queries;
   load_queries(queries, q, tile, head, num_heads);

@@ -121,6 +121,15 @@ def test_other_prompts_of_the_batch_do_not_show(device: Device) -> None:
         assert np.array_equal(alone, together[rows])
 
 
+def test_an_empty_tile_is_no_work(device: Device) -> None:
+    sequences = Sequences([70], 2, 1, 64)
+    q, tiles = sequences.queries(70), tiles_of([(0, 0, 70, 0, 0)])
+    empty = np.array([[0, 0, 0, 0, 0, 0], [-1, 3, 0, -1, 0, 0]], np.int32)
+    with_empty = run_tiles(device, sequences, q, np.vstack([empty, tiles]))
+    assert np.array_equal(with_empty, run_tiles(device, sequences, q, tiles))
+    assert (run_tiles(device, sequences, q, empty) == UNWRITTEN).all()
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (1, 1, 128)])
 def test_suffixes_off_one_prefix_in_one_tile(

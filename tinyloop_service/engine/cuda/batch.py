@@ -111,7 +111,7 @@ def prompt_tables(spans: Rows[Span], tokens: Ints, rows: int) -> tuple[Ints, int
     """Tables of a pass of `rows` padded rows, one after the other, and the number of its tiles.
 
     ids, slots (−1: padding), positions, each (rows,); tiles (n, 6).  n is rows/64 or that times a power of two, the
-    last tiles empty, so that passes of equal `rows` have few shapes.
+    first tiles empty, so that passes of equal `rows` have few shapes.
     """
     tiles, most = prompt_tiles(spans), rows // TILE_TOKENS
     while most < len(tiles):
@@ -124,7 +124,7 @@ def prompt_tables(spans: Rows[Span], tokens: Ints, rows: int) -> tuple[Ints, int
     slots[: len(tokens)] = np.repeat(np.array([span.sequence.slot for span in spans], np.int32), counts)
     slots[len(tokens) :] = -1
     positions[: len(tokens)] = np.arange(len(tokens), dtype=np.int32) + np.repeat(offsets, counts)
-    tables[3 * rows :][: tiles.size] = tiles.ravel()
+    tables[tables.size - tiles.size :] = tiles.ravel()
     return tables, most
 
 
