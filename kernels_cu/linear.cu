@@ -46,7 +46,9 @@ DEVICE Fold fold_of(const float* stream, float* stream_out, const float* partial
                     const u16* post_gain, const u16* loop_gain, const u16* gain, int inject, float* injected, float eps,
                     const Product& p) {
   float* out = blockIdx.x == 0 ? stream_out : nullptr;
-  return {stream, out, partials, num_partials, post_gain, loop_gain, gain, inject, injected, p.rows, p.num_inputs, eps};
+  const float inverse_width = 1.0f / static_cast<float>(p.num_inputs);
+  return {stream, out,      partials, num_partials, post_gain, loop_gain,    gain,
+          inject, injected, p.rows,   p.num_inputs, eps,       inverse_width};
 }
 
 // x as it lies in shared memory, out of the residual stream: every thread block for itself.

@@ -19,7 +19,8 @@ extern "C" __global__ void __launch_bounds__(kFoldThreads)
               const u16* loop_gain, const u16* gain, int inject, float* injected, float eps, u16* y, int rows,
               int width) {
   __shared__ float scratch[TL_FOLD_ROWS * kFoldScratch];
-  const Fold f = {x, x_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected, rows, width, eps};
+  const Fold f = {x, x_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected, rows, width, eps,
+                  1.0f / static_cast<float>(width)};
   const Gains gains = load_gains(f);
   const int first_row = blockIdx.x * TL_FOLD_ROWS;
   u16* first_y = y + static_cast<long long>(first_row) * width;

@@ -56,10 +56,13 @@ DEVICE void hold_weights(const Product& p, const Held& h, u64 policy) {
   }
 }
 
+// Neighbours begin with different rows, so that not all of them ask for the same lines at the same time.
 DEVICE void hold_x(const Product& p, const Held& h) {
-  const u16* source = p.x + blockIdx.y * kThreadBlockBlocks * kBlockInputs;
+  const u16* first = p.x + blockIdx.y * kThreadBlockBlocks * kBlockInputs;
+  int row = blockIdx.x % p.rows;
 #pragma unroll 1
-  for (int row = 0; row < p.rows; ++row, source += p.num_inputs) {
+  for (int rows = 0; rows < p.rows; ++rows, row = row + 1 == p.rows ? 0 : row + 1) {
+    const u16* source = first + row * p.num_inputs;
 #pragma unroll
     for (int i = threadIdx.x; i < kThreadBlockBlocks * 8; i += kThreads)
       cp_async16(h.x + (i / 4 * p.rows + row) * 4 + i % 4, source + i * 8, true);

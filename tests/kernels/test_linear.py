@@ -157,6 +157,25 @@ def test_a_rows_bits_do_not_depend_on_company_or_cut(device: Device, kind: Linea
         np.testing.assert_array_equal(result, whole[start:], f"{cut} changes bits")
 
 
+HELD: dict[LinearKind, list[tuple[int, int, int]]] = {  # tiles, warps_m, warp_parts
+    "o": [(1, 1, 1), (2, 2, 1)],
+    "down": [(1, 1, 2), (2, 4, 1)],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "num_in"), [("o", 128, 1024), ("o", 32, 512), ("down", 64, 2048), ("down", 128, 4096)]
+)
+def test_weights_held_at_once_give_the_bits_of_rings(device: Device, kind: LinearKind, group: int, num_in: int) -> None:
+    case, y = Case.make(device, kind, (80,), num_in, group), activations(8, num_in)
+    rings = sum_tree(partials_of(device, case, y, Cut(1, 4, 1, 1, depth=2, resident=False)))
+    for tiles, warps_m, warp_parts in HELD[kind]:
+        cut = Cut(tiles, warps_m, warp_parts, 1, depth=2, resident=True, held=True)
+        for rows in (8, 3):
+            held = sum_tree(partials_of(device, case, y[:rows], cut))
+            np.testing.assert_array_equal(held, rings[:rows], f"{cut}, {rows} rows")
+
+
 def test_pages_do_not_depend_on_company(device: Device) -> None:
     case = Case.make(device, "qkv", (128, 64, 64), 256, 128, head_dim=64)
     y, pages = activations(19, 256), Pages(19, 2, 1, 64)

@@ -154,4 +154,5 @@ def _small_depth(p: Product, tiles: int) -> int:
 def _preference(cut: Cut, p: Product, num_sms: int) -> tuple[int, int, bool, int, bool, int]:
     grid = cut.grid(p)
     waves = -(-grid[0] * grid[1] // num_sms)
-    return cut.num_partials(p.kind), waves * cut.tiles, not cut.held, -cut.tiles, not cut.resident, -cut.depth
+    to_avoid = cut.held != (waves == 1)  # a block that holds much leaves no room for the next one's start
+    return cut.num_partials(p.kind), waves * cut.tiles, to_avoid, -cut.tiles, not cut.resident, -cut.depth
