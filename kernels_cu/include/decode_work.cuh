@@ -23,10 +23,10 @@ struct Lists {
 
 // The rows, in shared memory.
 struct Batch {
-  int position[kMaxRows], window[kMaxRows], splits[kMaxRows];
+  int position[kMaxRows], window[kMaxRows];
 };
 
-// Where the block is in the list of items.  In shared memory, as few registers are left beside a page.
+// Where the block is in the list of items, in shared memory.
 struct Progress {
   int4 item;
   int index, num_items;
@@ -37,24 +37,35 @@ struct Unit {
   int page;  // not yet its address: nothing waits for it while the entries are read
 };
 
-// What the unit's rows see of its page together; settled: none of their tokens of this step lies in it.
+// What the unit's rows see of its page together.  The tokens before settled_end, a multiple of 8, are not of this step.
 struct UnitSight {
   Sight any;
-  bool settled;
+  int settled_end;
+};
+
+// A row that takes part in a unit, and what it sees of the page.
+struct Entry {
+  int row, ordinal;
+  Sight sight;
+};
+
+// Of a unit, in shared memory.
+struct Entries {
+  Entry of[kMaxRows];
 };
 
 // A row of a tile.  Rows past the unit's last query repeat it, and are not stored.
 struct Query {
-  int row, head, ordinal;
+  Entry entry;
+  int head;
   bool exists;
 };
 
-DEVICE void read_batch(Batch& batch, const i32* position, const i32* window, const i32* row_items, int num_rows) {
+DEVICE void read_batch(Batch& batch, const i32* position, const i32* window, int num_rows) {
   const int row = threadIdx.x;
   if (row < num_rows) {
     batch.position[row] = position[row];
     batch.window[row] = window[row];
-    batch.splits[row] = row_items[row];
   }
 }
 
@@ -67,43 +78,30 @@ DEVICE Unit read_unit(int4 item, const Lists& lists) {
   return {item.y, item.z, item.w, lists.tables[item.x * lists.table_stride + item.y]};
 }
 
-// K [64][D] and Vᵀ [D][64] of the block's head.
-DEVICE const u16* keys_of(const Unit& unit, const Lists& lists) {
-  return page_keys(lists.pool, unit.page, blockIdx.x, lists.num_kv_heads);
+DEVICE void read_entries(Entries& entries, const Unit& unit, const Lists& lists, const Batch& batch) {
+  const int e = threadIdx.x;
+  if (e >= unit.num_entries) return;
+  const uint2 entry = lists.entries[unit.first_entry + e];
+  const int row = static_cast<int>(entry.x);
+  entries.of[e] = {row, static_cast<int>(entry.y), sight_of(batch.position[row], batch.window[row], unit.block)};
 }
 
-DEVICE const u16* values_of(const Unit& unit, const Lists& lists) {
-  return page_values(lists.pool, unit.page, blockIdx.x, lists.num_kv_heads);
-}
-
-// Of a unit, in shared memory.
-struct Entries {
-  uint2 row_ordinal[kMaxRows];
-};
-
-DEVICE void read_entries(Entries& entries, const Unit& unit, const Lists& lists) {
-  if (threadIdx.x < unit.num_entries) entries.row_ordinal[threadIdx.x] = lists.entries[unit.first_entry + threadIdx.x];
-}
-
-// entries: the unit's, in shared memory or among all.
-DEVICE UnitSight sight_of_unit(const Unit& unit, const uint2* entries, const Batch& batch) {
-  int begin = kPageTokens, end = 0, first_end = kPageTokens + 1;
+DEVICE UnitSight sight_of_unit(const Unit& unit, const Entries& entries) {
+  int begin = kPageTokens, end = 0, settled_end = kPageTokens;
 #pragma unroll 1
   for (int e = threadIdx.x % 32; e < unit.num_entries; e += 32) {
-    const int row = entries[e].x;
-    const Sight sight = sight_of(batch.position[row], batch.window[row], unit.block);
+    const Sight sight = entries.of[e].sight;
     begin = min(begin, sight.begin);
     end = max(end, sight.end);
-    first_end = min(first_end, sight.end);
+    if (sight.end > 0) settled_end = min(settled_end, (sight.end - 1) / 8 * 8);
   }
-  return {{reduce_min(begin), reduce_max(end)}, reduce_min(first_end) > kPageTokens};
+  return {{reduce_min(begin), reduce_max(end)}, reduce_min(settled_end)};
 }
 
 DEVICE Query query_of(int tile, int i, const Unit& unit, const Entries& entries) {
   const int e = tile * kTileEntries + i / kQueriesPerKv;
-  const uint2 entry = entries.row_ordinal[min(e, unit.num_entries - 1)];
   const int head = static_cast<int>(blockIdx.x) * kQueriesPerKv + i % kQueriesPerKv;
-  return {static_cast<int>(entry.x), head, static_cast<int>(entry.y), i < kTileQueries && e < unit.num_entries};
+  return {entries.of[min(e, unit.num_entries - 1)], head, i < kTileQueries && e < unit.num_entries};
 }
 
 // What is known of a row, head and split by itself, for the merge.
@@ -112,7 +110,7 @@ struct Partials {
   float2* ml;  // [R][H][max_blocks]: the largest exponent m, and l = Σ w
 };
 
-// Index of a row and head's first split in both.
-DEVICE int first_split(int row, int head, const Lists& lists) {
-  return (row * lists.num_heads + head) * lists.max_blocks;
+// Index of a query's split in both.
+DEVICE int split_of(const Query& query, const Lists& lists) {
+  return (query.entry.row * lists.num_heads + query.head) * lists.max_blocks + query.entry.ordinal;
 }

@@ -4,7 +4,7 @@
 // two a lane; the partials of up to 32 splits are under way at once, and lane i computes the factor of split i.
 #pragma once
 
-#include "decode_work.cuh"
+#include "attention.cuh"
 
 constexpr int kMergeDims = 64;
 constexpr int kMergeSplits = 32;
@@ -71,39 +71,4 @@ DEVICE void merge_splits(u16* a, const float* o, const float2* ml, SplitFactors&
   }
   const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
   reinterpret_cast<u32*>(a + first_dim)[lane] = pack_half2(total.x * inverse, total.y * inverse);
-}
-
-// The rows that a unit completes.
-struct Completed {
-  int count;
-  int rows[kMaxRows];
-  SplitFactors factors[kWarps];  // scratch of their merge
-};
-
-// Counts the unit for each of its rows.
-DEVICE void arrive(Completed& completed, const Unit& unit, const Entries& entries, const Lists& lists,
-                   const Batch& batch, i32* counters) {
-  if (threadIdx.x < unit.num_entries) {
-    const int row = entries.row_ordinal[threadIdx.x].x;
-    i32* counter = counters + row * lists.num_kv_heads + blockIdx.x;
-    if (atomic_arrive(counter) + 1 == batch.splits[row]) {
-      *counter = 0;
-      completed.rows[atomic_add(&completed.count, 1)] = row;
-    }
-  }
-}
-
-DEVICE void merge_completed(u16* a, const Partials& partials, Completed& completed, const Lists& lists,
-                            const Batch& batch) {
-  constexpr int kParts = kHeadDim / kMergeDims;
-  SplitFactors& factors = completed.factors[threadIdx.x / 32];
-  const int num_tasks = completed.count * kQueriesPerKv * kParts;
-#pragma unroll 1
-  for (int task = threadIdx.x / 32; task < num_tasks; task += kWarps) {
-    const int row = completed.rows[task / kParts / kQueriesPerKv];
-    const int head = static_cast<int>(blockIdx.x) * kQueriesPerKv + task / kParts % kQueriesPerKv;
-    const int split = first_split(row, head, lists);
-    merge_splits(a + (row * lists.num_heads + head) * kHeadDim, partials.o + static_cast<u64>(split) * kHeadDim,
-                 partials.ml + split, factors, task % kParts * kMergeDims, batch.splits[row]);
-  }
 }

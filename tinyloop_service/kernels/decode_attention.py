@@ -20,7 +20,6 @@ MOST_QUERIES_PER_KV = 16  # they share one tile of queries
 _THREADS = 128
 _BLOCKS_PER_SM = 4  # as many as registers allow
 _MERGE_DIMS = 64  # of a warp
-MOST_ROWS_MERGED_AT_ONCE = 2  # by the attention itself; the splits of more are merged by a kernel of its own
 
 
 def decode_attention(
@@ -37,7 +36,6 @@ def decode_attention(
     window: Array,
     partial_o: Array,
     partial_ml: Array,
-    counters: Array,
     a: Array,
     *,
     num_kv_heads: int,
@@ -55,7 +53,6 @@ def decode_attention(
     position    int32 [R]                            of the row's token, whose K and V are in its page already
     window      int32 [R]                            0: everything is seen
     partial_o   float32 [R, H, max_blocks, D], partial_ml float32 [R, H, max_blocks, 2]: scratch
-    counters    int32 [R, G]                         zero before and after
 
     Items that many rows share come first: a block takes items in order, and shared ones cost most.  With
     `dependent`, positions and all but the newest tokens' K and V must have been written before a kernel of the stream
@@ -75,27 +72,24 @@ def decode_attention(
         row_items=(row_items, "int32", "R"),
         position=(position, "int32", "R"),
         window=(window, "int32", "R"),
-        counters=(counters, "int32", "R, G"),
         a=(a, "float16", "R, H*D"),
     )
     rows, heads, head_dim, blocks = (sizes[name] for name in "RHDB")
     check_heads("decode_attention", sizes, layer)
     require("decode_attention", rows <= MOST_ROWS, f"{rows} rows, at most {MOST_ROWS} are possible")
     defines = {"TL_HEAD_DIM": head_dim, "TL_QUERIES_PER_KV": heads // num_kv_heads}
-    strides = min(sizes["I"], max(1, _BLOCKS_PER_SM * device.num_sms // num_kv_heads))
-    apart = rows > MOST_ROWS_MERGED_AT_ONCE
+    # Room for one wave of shared pages, and a block for each row's own: it starts where a shared one would queue.
+    strides = min(sizes["I"], max(1, _BLOCKS_PER_SM * device.num_sms // num_kv_heads) + rows)
     arguments: tuple[Argument, ...] = (
-        *(q, pool, tables, items, num_items, entries, row_items, position, window, partial_o, partial_ml),
-        *(None if apart else counters, a),
+        *(q, pool, tables, items, num_items, entries, position, window, partial_o, partial_ml),
         *map(np.int32, (layer * blocks, sizes["L"] * blocks, rows, heads, num_kv_heads, blocks)),
         softmax_scale(head_dim),
     )
     kernel = device.kernel("decode_attention", "decode_attention", **defines)
     device.launch(kernel, (num_kv_heads, strides, 1), _THREADS, arguments, dependent=dependent)
-    if apart:
-        merge = device.kernel("decode_attention", "decode_attention_merge", **defines)
-        arguments = (row_items, partial_o, partial_ml, a, np.int32(heads), np.int32(blocks))
-        device.launch(merge, (rows, heads, 1), 32 * head_dim // _MERGE_DIMS, arguments, dependent=dependent)
+    merge = device.kernel("decode_attention", "decode_attention_merge", **defines)
+    arguments = (row_items, partial_o, partial_ml, a, np.int32(heads), np.int32(blocks))
+    device.launch(merge, (rows, heads, 1), 32 * head_dim // _MERGE_DIMS, arguments, dependent=dependent)
 
 
 def softmax_scale(head_dim: int) -> np.float32:

@@ -78,7 +78,6 @@ class Decoder:
         splits = (rows, spec.n_heads, max_blocks(spec))
         self._partial_o = device.zeros((*splits, spec.head_dim), np.float32)
         self._partial_ml = device.zeros((*splits, 2), np.float32)
-        self._counters = device.zeros((rows, spec.n_kv_heads), np.int32)
         self.logits = device.zeros((rows, model.head.num_padded), np.float32)
         first, stride = _address(self.logits), 4 * model.head.num_padded
         self._row_logits = device.upload(first + stride * np.arange(rows, dtype=np.int64))
@@ -148,7 +147,7 @@ class Decoder:
         decode_attention(
             self._device, q, arena.pool, arena.tables, layer.index, batch.items, batch.num_items, batch.entries,
             batch.row_items(rows), position, batch.window(rows), self._partial_o[:rows], self._partial_ml[:rows],
-            self._counters[:rows], self._a[:rows], num_kv_heads=model.spec.n_kv_heads, dependent=True,
+            self._a[:rows], num_kv_heads=model.spec.n_kv_heads, dependent=True,
         )  # fmt: skip
         stream.partials = self._partials_of(block.o.packed, rows)
         linear_partials(self._device, block.o.packed, self._a[:rows], stream.partials, dependent=True)

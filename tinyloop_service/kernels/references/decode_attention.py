@@ -30,12 +30,11 @@ def decode_attention(
     window: Array,
     partial_o: Array,
     partial_ml: Array,
-    counters: Array,
     a: Array,
     *,
     num_kv_heads: int,
 ) -> None:
-    """Writes `a`, and the partials on the way there.  `counters` takes no part: everything is in order here."""
+    """Writes `a`, and the partials on the way there."""
     heads, head_dim = partial_o.shape[1], partial_o.shape[3]
     queries = q.reshape(len(q), num_kv_heads, heads // num_kv_heads, head_dim).astype(np.float32)
     for slot, block, first, count in items[: int(num_items[0])].tolist():
