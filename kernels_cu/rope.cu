@@ -12,8 +12,8 @@
 //   q                fp16   [T][H·D]
 //   layer, T, H, G, max_layers, max_blocks.   D is 64 or 128; 16-byte alignment.
 //
-// blockIdx.x: a tile of tokens; blockIdx.y: first the groups of 4 heads of q and K, then the V heads.  To turn, a
-// thread takes 8 pairs of a token and reads their cos and sin once for its 4 heads.  V is transposed through shared
+// blockIdx.x: a tile of tokens; blockIdx.y: first the groups of 8 heads of q and K, then the V heads.  To turn, a
+// thread takes 8 pairs of a token and reads their cos and sin once for its 8 heads.  V is transposed through shared
 // memory, so that neighbouring lanes write neighbouring tokens of a page's row.
 //
 // fp32: the rotation, products and sum each rounded; fp16: what is stored.  Bytes: (H + 2G)·D·2 read and written a
@@ -25,7 +25,7 @@
 #endif
 
 constexpr int kThreads = 256;
-constexpr int kHeadsPerBlock = 4;
+constexpr int kHeadsPerBlock = 8;
 constexpr int kPairs = 8;                                      // of a thread
 constexpr int kTokenThreads = kHeadDim / (2 * kPairs);         // threads that turn one token
 constexpr int kTokens = kThreads / kTokenThreads;              // of a block

@@ -4,7 +4,8 @@
 //   h   f16 [T][ff]     16-byte aligned
 //
 // ff is a multiple of 8: a thread makes 8 neighbouring elements of TL_TOKENS tokens, all loads in flight at once; blocks
-// in x cover ff, in y the tokens.  Arithmetic in fp32, one rounding to fp16.  Bytes: 6·T·ff.
+// in x cover ff, in y the tokens.  gu is read for the last time: it is the first to leave L2.
+// Arithmetic in fp32, one rounding to fp16.  Bytes: 6·T·ff.
 #include "ptx.cuh"
 
 #ifndef TL_TOKENS
@@ -40,8 +41,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) swiglu(const uint4* gu, u
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     const u64 token = min(first + i, num_tokens - 1);
-    gate[i] = load_global(gu + 2 * token * vectors + vector);
-    up[i] = load_global(gu + (2 * token + 1) * vectors + vector);
+    gate[i] = load_stream(gu + 2 * token * vectors + vector);
+    up[i] = load_stream(gu + (2 * token + 1) * vectors + vector);
   }
 #pragma unroll
   for (int i = 0; i < kTokens; ++i)

@@ -18,7 +18,6 @@ InjectMode = Literal["none", "store", "add"]
 INJECT_MODES: tuple[InjectMode, ...] = ("none", "store", "add")
 THREADS = 256
 FOLD_ROWS = 4  # a linear can fold at most so many rows itself
-_MANY_ROWS, _ROWS_AT_A_TIME = 128, 2  # prompts: more of a row is under way at once
 _CHUNK = 4 * THREADS  # columns that a block holds in one register each
 _PARTIALS = (0, 1, 2, 4, 8, 16)
 
@@ -94,9 +93,10 @@ def fold_norm(
     dependent: bool = False,
 ) -> None:
     """x moves on in place and y follows from it, as Fold says.  y float16 [R, W]."""
+    norm_only = partials is None and loop_gain is None and inject == "none" and gain is not None
     fold = Fold(
         x=x,
-        x_out=None if partials is None and loop_gain is None and inject == "none" else x,
+        x_out=None if norm_only else x,
         partials=partials,
         eps=eps,
         gain=gain,
@@ -107,8 +107,6 @@ def fold_norm(
     )
     sizes = fold.check("fold_norm")
     match("fold_norm", sizes, y=(y, "float16", "R, W"))
-    rows = sizes["R"]
-    at_a_time = _ROWS_AT_A_TIME if rows >= _MANY_ROWS and rows % _ROWS_AT_A_TIME == 0 else 1
-    kernel = device.kernel("norm", "fold_norm", TL_CHUNKS=num_chunks(sizes["W"]), TL_FOLD_ROWS=at_a_time)
-    arguments = (*fold.arguments(sizes["C"]), y, np.int32(rows), np.int32(sizes["W"]))
-    device.launch(kernel, (rows // at_a_time, 1, 1), THREADS, arguments, dependent=dependent)
+    kernel = device.kernel("norm", "fold_norm", TL_CHUNKS=num_chunks(sizes["W"]), TL_NORM_ONLY=int(norm_only))
+    arguments = (*fold.arguments(sizes["C"]), y, np.int32(sizes["R"]), np.int32(sizes["W"]))
+    device.launch(kernel, (sizes["R"], 1, 1), THREADS, arguments, dependent=dependent)

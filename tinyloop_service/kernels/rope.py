@@ -17,7 +17,7 @@ from tinyloop_service.kernels.match import match
 Pairing = Literal["half", "interleaved"]
 PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
 _THREADS = 256
-_HEADS_PER_BLOCK = 4
+_HEADS_PER_BLOCK = 8
 
 
 def rope(
