@@ -41,10 +41,10 @@ double fma(double, double, double) noexcept;
 #define __shared__ static __attribute__((section("tl_shared")))  // not inside templates: use DYNAMIC_SHARED there
 #define DEVICE inline
 #define DEVICE_CALL inline
-#define DYNAMIC_SHARED(name) unsigned char* const name = emulator::shared_memory
+#define DYNAMIC_SHARED(name) unsigned char* const name = emulator::shared_memory[emulator::current->block]
 
 #define threadIdx (emulator::current->index)
-#define blockIdx (emulator::block_index)
+#define blockIdx (emulator::my_block().index)
 #define gridDim (emulator::grid_size)
 #define blockDim (emulator::block_size)
 
@@ -100,8 +100,9 @@ inline u16 narrow_exactly(double value) {
 
 inline u32 pair(u16 low, u16 high) { return low | static_cast<u32>(high) << 16; }
 
-inline void check_aligned(const void* address) {
-  if (reinterpret_cast<uintptr_t>(address) % 16) fail("a 16-byte access at an address that is not a multiple of 16");
+inline void check_aligned(const void* address, int bytes = 16) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes)
+    fail(bytes == 16 ? "a 16-byte access at an address that is not a multiple of 16" : "a misaligned access");
 }
 
 typedef float Row8 __attribute__((vector_size(32)));
@@ -192,9 +193,15 @@ inline T exchange_as(T value, int source) {
   return __builtin_bit_cast(T, exchange(__builtin_bit_cast(u32, value), source));
 }
 
+inline void start_copy(void* shared, const void* global, size_t bytes) {
+  CopyQueue& queue = current->queue;
+  if (queue.num_copies == kMaxCopies) fail("more asynchronous copies under way than the emulator keeps");
+  queue.copies[queue.num_copies++] = {shared, global, bytes};
+}
+
 inline void land(const Copy& copy) {
-  if (copy.global) std::memcpy(copy.shared, copy.global, 16);
-  else std::memset(copy.shared, 0, 16);
+  if (copy.global) std::memcpy(copy.shared, copy.global, copy.bytes);
+  else std::memset(copy.shared, 0, copy.bytes);
 }
 
 inline void land_groups(CopyQueue& queue, int under_way) {
@@ -276,11 +283,15 @@ inline float2 load_l2(const float2* global, bool wanted = true) { return wanted 
 inline void prefetch_l2(const void*) {}
 
 inline void cp_async16(void* shared, const void* global, bool valid) {
-  emulator::CopyQueue& queue = emulator::current->queue;
   emulator::check_aligned(shared);
   emulator::check_aligned(global);
-  if (queue.num_copies == emulator::kMaxCopies) emulator::fail("more asynchronous copies under way than the emulator keeps");
-  queue.copies[queue.num_copies++] = {shared, valid ? global : nullptr};
+  emulator::start_copy(shared, valid ? global : nullptr, 16);
+}
+
+inline void cp_async4(void* shared, const void* global) {
+  emulator::check_aligned(shared, 4);
+  emulator::check_aligned(global, 4);
+  emulator::start_copy(shared, global, 4);
 }
 
 inline u64 cache_policy(bool keep) { return keep; }

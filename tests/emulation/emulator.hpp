@@ -1,11 +1,13 @@
-// CUDA's execution model on one CPU thread: a fiber per CUDA thread, blocks one after the other.
+// CUDA's execution model on one CPU thread: a fiber per CUDA thread, blocks one after the other, those of a cluster
+// (TL_CLUSTER blocks along y) side by side.
 //
 // In: a kernel (a plain C++ function) with its grid, block and arguments.  Out: 0, or 1 and a sentence in tl_error().
 // A fiber runs until it meets a barrier or a warp-wide instruction; the last one to arrive does the work of all and
 // the others go on.  What a GPU leaves undefined is made visible: shared memory starts as NaNs, warp-wide
 // instructions that not all lanes reach, barriers that not all threads reach and writes past the end of shared
 // memory are errors.  `descending` runs blocks, warps and lanes in reverse, so that a missing barrier shows in one of
-// the two orders.  Refuses: blocks that are not whole warps, cooperative grids, waiting for another block.
+// the two orders.  Refuses: blocks that are not whole warps, cooperative grids, waiting for a
+// block of another cluster.
 #pragma once
 
 #include <cstdint>
@@ -14,9 +16,7 @@
 #include <cstring>
 #include <utility>
 
-#ifndef __x86_64__
-#include <ucontext.h>
-#endif
+#include "fibers.hpp"
 
 struct uint3 {
   unsigned x, y, z;
@@ -48,65 +48,24 @@ extern "C" unsigned char __stop_tl_shared[] __attribute__((weak, visibility("hid
 
 namespace emulator {
 
-constexpr int kWarp = 32, kMaxThreads = 1024, kMaxWarps = kMaxThreads / kWarp;
+#ifdef TL_CLUSTER
+constexpr int kClusterBlocks = TL_CLUSTER;
+#else
+constexpr int kClusterBlocks = 1;
+#endif
+constexpr int kWarp = 32, kMaxBlockThreads = 1024;
+constexpr int kMaxThreads = kMaxBlockThreads * (kClusterBlocks < 2 ? 1 : 2), kMaxWarps = kMaxThreads / kWarp;
 constexpr size_t kStackBytes = 128 * 1024 + 17 * 64;  // not a power of two: the stacks' tops spread over cache sets
 constexpr size_t kSharedBytes = 232 * 1024, kGuardBytes = 256;
 constexpr unsigned char kPoison = 0xff;  // NaN in every float format, −1 in every integer
 constexpr uint64_t kCanary = 0x7f4c6f6f704c7954;
 
-// ---- fibers -----------------------------------------------------------------------------------------------------
-
-#ifdef __x86_64__
-using Context = void*;  // a stack pointer; what the caller of a function may count on lies on the stack
-extern "C" __attribute__((visibility("hidden"))) void tl_switch_stack(void** save, void* resume);
-asm(R"(
-  .text
-  .hidden tl_switch_stack
-  .type tl_switch_stack, @function
-tl_switch_stack:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-  .size tl_switch_stack, . - tl_switch_stack
-)");
-
-inline void switch_to(Context& from, Context& to) { tl_switch_stack(&from, to); }
-
-inline void prepare(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
-  auto top = reinterpret_cast<uintptr_t>(stack + bytes) & ~uintptr_t{15};
-  auto* words = reinterpret_cast<void**>(top) - 2;  // entry sees the stack as after a call: 16k + 8
-  words[1] = nullptr;
-  words[0] = reinterpret_cast<void*>(entry);
-  context = words - 6;  // six registers, whatever they hold
-}
-#else
-using Context = ucontext_t;
-inline void switch_to(Context& from, Context& to) { swapcontext(&from, &to); }
-
-inline void prepare(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
-  getcontext(&context);
-  context.uc_stack.ss_sp = stack;
-  context.uc_stack.ss_size = bytes;
-  context.uc_link = nullptr;
-  makecontext(&context, entry, 0);
-}
-#endif
+// ---- threads ---------------------------------------------------------------------------------------------------
 
 struct Copy {
   void* shared;
   const void* global;  // null: zeros
+  size_t bytes;
 };
 constexpr int kMaxCopies = 256, kMaxGroups = 32;
 
@@ -117,16 +76,23 @@ struct CopyQueue {
   int num_copies, num_groups;
 };
 
+struct Products {  // of a warpgroup, asynchronous: whether their instructions come in a legal order
+  bool fenced, memory_fenced;
+  int started, groups;  // not committed; committed and not waited for
+};
+
 struct Thread {
   Context context;
   uint3 index;
-  int warp, lane;
+  int block, warp, lane;  // block: of the cluster
   CopyQueue queue;
+  Products products;
+  unsigned meeting;  // of the cluster, that this thread arrived for last
 };
 
-// ---- a block's state ----------------------------------------------------------------------------------------------
+// ---- a cluster's state --------------------------------------------------------------------------------------------
 
-enum class Meeting { none, mma, matrix, shuffle, ballot, sync };
+enum class Meeting { none, mma, wgmma, matrix, shuffle, ballot, sync };
 
 struct Lane {  // what a lane brings to a warp-wide instruction, and where its result goes
   uint32_t a[4], b[4];  // of b, two are read and four may be loaded at once
@@ -139,8 +105,19 @@ struct Lane {  // what a lane brings to a warp-wide instruction, and where its r
 
 struct Warp {
   uint32_t ready, arrived, live;  // lanes that can run; wait in `meeting`; have not returned
+  uint32_t parked;                // wait for other blocks of the cluster
   Meeting meeting;
   Lane lanes[kWarp];
+};
+
+struct Block {
+  uint3 index;
+  int num_live, num_at_barrier;
+};
+
+struct ClusterBarrier {
+  int num_arrived;
+  unsigned meeting;  // how often all have arrived
 };
 
 inline Thread threads[kMaxThreads];
@@ -148,11 +125,14 @@ inline Warp warps[kMaxWarps];
 inline unsigned char* stacks;
 inline Thread* current;
 inline Context scheduler;
-inline int num_threads, num_warps, num_live, num_at_barrier;
+inline Block blocks[kClusterBlocks];
+inline ClusterBarrier cluster_barrier;
+inline int num_threads, num_warps, num_live;  // of the cluster
+inline int block_warps;
 inline bool descending;
-inline uint3 block_index, grid_size, block_size;
+inline uint3 grid_size, block_size;
 inline char error[512];
-alignas(128) inline unsigned char shared_memory[kSharedBytes + kGuardBytes];
+alignas(128) inline unsigned char shared_memory[kClusterBlocks][kSharedBytes + kGuardBytes];
 
 struct Body {
   void (*call)(void*);
@@ -160,10 +140,13 @@ struct Body {
 };
 inline Body body;
 
+inline Block& my_block() { return blocks[current->block]; }
+
 // Ends the launch with a sentence; the fibers of the block are abandoned.
 [[noreturn]] inline void fail(const char* sentence) {
-  std::snprintf(error, sizeof error, "%s (block %u,%u,%u thread %u,%u,%u)", sentence, block_index.x, block_index.y,
-                block_index.z, current->index.x, current->index.y, current->index.z);
+  const uint3& block = my_block().index;
+  std::snprintf(error, sizeof error, "%s (block %u,%u,%u thread %u,%u,%u)", sentence, block.x, block.y, block.z,
+                current->index.x, current->index.y, current->index.z);
   Context abandoned;
   switch_to(abandoned, scheduler);
   std::abort();
@@ -186,6 +169,8 @@ inline Thread* next_ready() {
 inline const char* deadlock() {
   for (int w = 0; w < num_warps; ++w)
     if (warps[w].arrived) return "some lanes wait in a warp-wide instruction that others never reach";
+  for (int w = 0; w < num_warps; ++w)
+    if (warps[w].parked) return "some threads wait for others of the cluster, or for bytes, that never come";
   return "some threads wait at __syncthreads() while others never reach it";
 }
 
@@ -197,17 +182,39 @@ inline void run_another() {
   switch_to(self->context, next->context);
 }
 
+// All threads of the block that have not returned go on.
+inline void leave_barrier(Block& block) {
+  block.num_at_barrier = 0;
+  const int first = static_cast<int>(&block - blocks) * block_warps;
+  for (int w = first; w < first + block_warps; ++w) warps[w].ready = warps[w].live;
+}
+
+// Until somebody calls wake_parked; what was waited for is to be looked at again.
+inline void park() {
+  Warp& warp = warps[current->warp];
+  const uint32_t bit = 1u << current->lane;
+  warp.ready &= ~bit;
+  warp.parked |= bit;
+  run_another();
+}
+
+inline void wake_parked() {
+  for (int w = 0; w < num_warps; ++w) {
+    warps[w].ready |= warps[w].parked;
+    warps[w].parked = 0;
+  }
+}
+
 inline void fiber_main() {
   body.call(body.state);
+  if (current->products.started || current->products.groups) fail("products of a warpgroup that nobody waited for");
   Warp& warp = warps[current->warp];
   warp.ready &= ~(1u << current->lane);
   warp.live &= ~(1u << current->lane);
   --num_live;
+  Block& block = my_block();
   Context finished;
-  if (num_live && num_at_barrier == num_live) {  // those that returned do not keep the others at a barrier
-    num_at_barrier = 0;
-    for (int w = 0; w < num_warps; ++w) warps[w].ready = warps[w].live;
-  }
+  if (--block.num_live && block.num_at_barrier == block.num_live) leave_barrier(block);  // nobody waits for the dead
   if (!num_live) switch_to(finished, scheduler);
   Thread* next = next_ready();
   if (!next) fail(deadlock());
@@ -242,67 +249,90 @@ inline void sync_warp() {
 
 inline void sync_block() {
   warps[current->warp].ready &= ~(1u << current->lane);
-  if (++num_at_barrier != num_live) return run_another();
-  num_at_barrier = 0;
-  for (int w = 0; w < num_warps; ++w) warps[w].ready = warps[w].live;
+  Block& block = my_block();
+  if (++block.num_at_barrier != block.num_live) return run_another();
+  leave_barrier(block);
 }
 
 // ---- launching --------------------------------------------------------------------------------------------------------
 
 inline unsigned char* stack_of(int thread) { return stacks + thread * kStackBytes; }
 
-inline void prepare_block(size_t shared_bytes) {
-  std::memset(shared_memory, kPoison, shared_bytes);
-  std::memset(shared_memory + shared_bytes, 0x5a, kGuardBytes);
-  if (__start_tl_shared) std::memset(__start_tl_shared, kPoison, __stop_tl_shared - __start_tl_shared);
-  for (int i = 0; i < num_threads; ++i) {
-    Thread& thread = threads[i];
-    const unsigned n = i, row = n / block_size.x;
-    thread.index = {n % block_size.x, row % block_size.y, row / block_size.y};
-    thread.warp = i / kWarp;
-    thread.lane = i % kWarp;
-    thread.queue.num_copies = thread.queue.num_groups = 0;
-    prepare(thread.context, stack_of(i) + 64, kStackBytes - 64, fiber_main);
-    std::memcpy(stack_of(i), &kCanary, sizeof kCanary);
-  }
-  for (int w = 0; w < num_warps; ++w) warps[w].ready = warps[w].live = ~0u, warps[w].arrived = 0;
-  num_live = num_threads;
-  num_at_barrier = 0;
+inline void prepare_thread(Thread& thread, int number) {
+  const unsigned n = number % (block_warps * kWarp), row = n / block_size.x;
+  thread.index = {n % block_size.x, row % block_size.y, row / block_size.y};
+  thread.block = number / (block_warps * kWarp);
+  thread.warp = number / kWarp;
+  thread.lane = number % kWarp;
+  thread.queue.num_copies = thread.queue.num_groups = 0;
+  thread.products = {};
+  thread.meeting = 0;
+  prepare(thread.context, stack_of(number) + 64, kStackBytes - 64, fiber_main);
+  std::memcpy(stack_of(number), &kCanary, sizeof kCanary);
 }
 
-inline void check_block(size_t shared_bytes) {
-  for (size_t i = 0; i < kGuardBytes && !error[0]; ++i)
-    if (shared_memory[shared_bytes + i] != 0x5a)
-      std::snprintf(error, sizeof error, "block %u,%u,%u wrote past its %zu bytes of shared memory", block_index.x,
-                    block_index.y, block_index.z, shared_bytes);
+inline void prepare_cluster(uint3 first, size_t shared_bytes) {
+  for (unsigned i = 0; i < kClusterBlocks; ++i) {
+    blocks[i] = {{first.x, first.y + i, first.z}, block_warps * kWarp, 0};
+    std::memset(shared_memory[i], kPoison, shared_bytes);
+    std::memset(shared_memory[i] + shared_bytes, 0x5a, kGuardBytes);
+  }
+  if (__start_tl_shared) std::memset(__start_tl_shared, kPoison, __stop_tl_shared - __start_tl_shared);
+  for (int i = 0; i < num_threads; ++i) prepare_thread(threads[i], i);
+  for (int w = 0; w < num_warps; ++w) warps[w].ready = warps[w].live = ~0u, warps[w].arrived = warps[w].parked = 0;
+  num_live = num_threads;
+  cluster_barrier = {};
+}
+
+inline void check_cluster(size_t shared_bytes) {
+  for (const Block& block : blocks)
+    for (size_t i = 0; i < kGuardBytes && !error[0]; ++i)
+      if (shared_memory[&block - blocks][shared_bytes + i] != 0x5a)
+        std::snprintf(error, sizeof error, "block %u,%u,%u wrote past its %zu bytes of shared memory", block.index.x,
+                      block.index.y, block.index.z, shared_bytes);
   for (int i = 0; i < num_threads && !error[0]; ++i)
     if (std::memcmp(stack_of(i), &kCanary, sizeof kCanary))
       std::snprintf(error, sizeof error, "thread %d used more than %zu bytes of stack", i, kStackBytes);
 }
 
-inline void run_block(unsigned number, size_t shared_bytes) {
-  block_index = {number % grid_size.x, number / grid_size.x % grid_size.y, number / grid_size.x / grid_size.y};
-  prepare_block(shared_bytes);
+inline void run_cluster(unsigned number, size_t shared_bytes) {
+  const unsigned clusters = grid_size.y / kClusterBlocks;
+  const unsigned y = number / grid_size.x % clusters * kClusterBlocks;
+  prepare_cluster({number % grid_size.x, y, number / grid_size.x / clusters}, shared_bytes);
   current = descending ? &threads[num_threads - 1] : &threads[0];
   switch_to(scheduler, current->context);
-  check_block(shared_bytes);
+  check_cluster(shared_bytes);
+}
+
+// What is wrong with a launch; null: nothing.
+inline const char* refuse(size_t shared_bytes) {
+  const int block_threads = block_warps * kWarp;
+  if (block_threads < kWarp || block_threads > kMaxBlockThreads || block_size.x * block_size.y * block_size.z % kWarp)
+    return "a block has 32 to 1024 threads, in whole warps";
+  if (shared_bytes > kSharedBytes) return "a block has at most 232 KiB of shared memory";
+  if (grid_size.y % kClusterBlocks) return "the grid is not whole clusters along y";
+  if (num_threads > kMaxThreads) return "the emulator has at most 2048 threads for a cluster";
+  if (kClusterBlocks > 1 && __start_tl_shared) return "a kernel with clusters has dynamic shared memory only";
+  return nullptr;
 }
 
 inline int run(const unsigned* grid, const unsigned* block, size_t shared_bytes, bool reverse) {
   error[0] = 0;
   grid_size = {grid[0], grid[1], grid[2]};
   block_size = {block[0], block[1], block[2]};
-  num_threads = block[0] * block[1] * block[2];
-  num_warps = num_threads / kWarp;
+  block_warps = block[0] * block[1] * block[2] / kWarp;
+  num_warps = block_warps * kClusterBlocks;
+  num_threads = num_warps * kWarp;
   descending = reverse;
-  if (num_threads < kWarp || num_threads > kMaxThreads || num_threads % kWarp || shared_bytes > kSharedBytes) {
-    std::snprintf(error, sizeof error, "a block has %d threads and %zu bytes of shared memory: 32 to 1024 in whole warps and at most %zu are possible",
-                  num_threads, shared_bytes, kSharedBytes);
+  if (const char* sentence = refuse(shared_bytes)) {
+    std::snprintf(error, sizeof error, "%s: %u x %u x %u threads, %zu bytes of shared memory, %u x %u x %u blocks",
+                  sentence, block[0], block[1], block[2], shared_bytes, grid[0], grid[1], grid[2]);
     return 1;
   }
   if (!stacks) stacks = static_cast<unsigned char*>(std::aligned_alloc(64, kMaxThreads * kStackBytes));
-  const unsigned num_blocks = grid[0] * grid[1] * grid[2];
-  for (unsigned i = 0; i < num_blocks && !error[0]; ++i) run_block(reverse ? num_blocks - 1 - i : i, shared_bytes);
+  const unsigned num_clusters = grid[0] * grid[1] * grid[2] / kClusterBlocks;
+  for (unsigned i = 0; i < num_clusters && !error[0]; ++i)
+    run_cluster(reverse ? num_clusters - 1 - i : i, shared_bytes);
   return error[0] != 0;
 }
 

@@ -1,0 +1,151 @@
+// The names of kernels_cu/include/ptx_sm90.cuh in C++ on fibers; included by it when TL_EMULATED is defined.
+//
+// A product of a warpgroup is done when it is started, warp by warp, with the numbers of mma_m16n8k16; what a GPU would
+// let happen later shows only in the order of the instructions, which is checked.  Stores to other blocks of a cluster
+// land at once.
+#pragma once
+
+#include "emulator.hpp"
+
+#define CLUSTER_ALONG_Y(blocks)
+
+struct SharedMatrix {
+  const unsigned char* first;
+  int next_k, next_rows;
+};
+
+inline SharedMatrix shared_matrix(const void* shared, int next_k, int next_rows) {
+  return {static_cast<const unsigned char*>(shared), next_k, next_rows};
+}
+
+inline SharedMatrix operator+(SharedMatrix m, int bytes) { return {m.first + bytes, m.next_k, m.next_rows}; }
+
+namespace emulator {
+
+// One warp's 16 rows: the matrix's 8x8 matrices unfolded, then as complete_mma.
+template <int kTiles>
+inline void complete_wgmma(Lane* lanes) {
+  const auto* first = static_cast<const unsigned char*>(lanes[0].row);
+  const int next_k = lanes[0].b[0], next_rows = lanes[0].b[1];
+  u32 sums_before[kWarp][2];
+  for (int i = 0; i < kWarp; ++i) std::memcpy(sums_before[i], lanes[i].b, 8);
+  for (int i = 1; i < kWarp; ++i)
+    if (lanes[i].row != first || std::memcmp(sums_before[i], sums_before[0], 8) || lanes[i].value != lanes[0].value)
+      fail("lanes of a warp multiply by different matrices");
+  float* sums[kWarp];
+  for (int lane = 0; lane < kWarp; ++lane) {
+    sums[lane] = lanes[lane].c;
+    if (!lanes[lane].value) std::memset(lanes[lane].c, 0, kTiles * 16);
+  }
+  for (int tile = 0; tile < kTiles; ++tile) {
+    for (int lane = 0; lane < kWarp; ++lane) {
+      const unsigned char* row = first + tile * next_rows + lane / 4 * 16 + lane % 4 * 4;
+      std::memcpy(&lanes[lane].b[0], row, 4);
+      std::memcpy(&lanes[lane].b[1], row + next_k, 4);
+      lanes[lane].c = sums[lane] + tile * 4;
+    }
+    complete_mma(lanes);
+  }
+}
+
+}  // namespace emulator
+
+template <int kTiles>
+inline void wgmma(float (&c)[kTiles][4], const u32 (&a)[4], SharedMatrix b, bool add) {
+  emulator::Products& products = emulator::current->products;
+  if (!products.fenced) emulator::fail("a wgmma without a wgmma_fence since its registers were last used");
+  if (!products.memory_fenced) emulator::fail("a wgmma of a thread that never called fence_for_wgmma");
+  ++products.started;
+  emulator::check_aligned(b.first);
+  emulator::Lane& lane = emulator::my_lane();
+  std::memcpy(lane.a, a, sizeof lane.a);
+  lane.b[0] = b.next_k;
+  lane.b[1] = b.next_rows;
+  lane.c = &c[0][0];
+  lane.row = b.first;
+  lane.value = add;
+  emulator::meet(emulator::Meeting::wgmma, emulator::complete_wgmma<kTiles>);
+}
+
+inline void wgmma_fence() { emulator::current->products.fenced = true; }
+
+inline void wgmma_commit() {
+  emulator::Products& products = emulator::current->products;
+  products.groups += products.started > 0;
+  products.started = 0;
+}
+
+template <int kGroups>
+inline void wgmma_wait() {
+  emulator::Products& products = emulator::current->products;
+  if (products.started) emulator::fail("a wgmma_wait before the wgmma_commit");
+  products.groups = min(products.groups, kGroups);
+  products.fenced = false;
+}
+
+inline void fence_for_wgmma() { emulator::current->products.memory_fenced = true; }
+
+// ---- clusters -------------------------------------------------------------------------------------------------
+
+inline void cluster_arrive() {
+  emulator::ClusterBarrier& barrier = emulator::cluster_barrier;
+  emulator::current->meeting = barrier.meeting + 1;
+  if (++barrier.num_arrived < emulator::num_threads) return;
+  barrier = {0, barrier.meeting + 1};
+  emulator::wake_parked();
+}
+
+inline void cluster_wait() {
+  while (emulator::cluster_barrier.meeting < emulator::current->meeting) emulator::park();
+}
+
+struct alignas(8) Arrivals {
+  static constexpr unsigned short kStarted = 0x7e11;
+  int bytes;  // still to come
+  unsigned short started;
+  unsigned char expecting, rounds;
+};
+
+namespace emulator {
+
+inline void check_started(const Arrivals* arrivals) {
+  if (arrivals->started != Arrivals::kStarted) fail("arrivals are used before start_arrivals");
+}
+
+inline void count_bytes(Arrivals* arrivals, int bytes) {
+  arrivals->bytes += bytes;
+  if (!arrivals->expecting || arrivals->bytes) return;
+  arrivals->expecting = 0;
+  ++arrivals->rounds;
+  wake_parked();
+}
+
+// The same place in the shared memory of another block of the cluster.
+template <class T>
+inline T* in_block(T* shared, int rank) {
+  auto* own = reinterpret_cast<unsigned char*>(shared);
+  return reinterpret_cast<T*>(own - shared_memory[current->block] + shared_memory[rank]);
+}
+
+}  // namespace emulator
+
+inline void start_arrivals(Arrivals* arrivals) { *arrivals = {0, Arrivals::kStarted, 0, 0}; }
+
+inline void expect_bytes(Arrivals* arrivals, int bytes) {
+  emulator::check_started(arrivals);
+  arrivals->expecting = 1;
+  emulator::count_bytes(arrivals, bytes);
+}
+
+inline void wait_for_bytes(Arrivals* arrivals, int round) {
+  emulator::check_started(arrivals);
+  while (arrivals->rounds % 2 == round % 2) emulator::park();
+}
+
+inline void store_in_cluster(float4* shared, Arrivals* arrivals, int rank, const float4& v) {
+  emulator::check_aligned(shared);
+  *emulator::in_block(shared, rank) = v;
+  Arrivals* there = emulator::in_block(arrivals, rank);
+  emulator::check_started(there);
+  emulator::count_bytes(there, -static_cast<int>(sizeof v));
+}
