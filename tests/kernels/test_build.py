@@ -30,6 +30,11 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
         {"TL_EPILOGUE": 1, "TL_ROW_TILES": 7, "TL_RESIDENT": 0},
         {"TL_EPILOGUE": 3, "TL_GROUP": 0},
     ),
+    "linear_wide": (
+        {"TL_EPILOGUE": 0, "TL_PARTS": 2, "TL_CLUSTER": 4},
+        {"TL_EPILOGUE": 1, "TL_ROW_TILES": 8, "TL_CLUSTER": 2, "TL_GROUP": 32},
+        {"TL_EPILOGUE": 3, "TL_CLUSTER": 2, "TL_GROUP": 0},
+    ),
 }
 
 

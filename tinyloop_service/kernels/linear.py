@@ -1,9 +1,9 @@
-"""Decode linears, 1 to 64 rows: launches kernels_cu/linear.cu.
+"""Decode linears, 1 to 64 rows: launches kernels_cu/linear.cu, and linear_wide.cu for many rows on sm_90.
 
 In: packed weights and fp16 activations.  Out: q and pages, h, partials or logits, written on the device's stream.
 Bits of a row depend on that row and the weights alone.  Refuses arrays of another shape or type; how a launch is cut
-into blocks is decided in cut.py, or given as `cut` (benchmarks and tests).  Not checked, for that would be a read:
-that pages, slots and positions exist.
+into blocks is decided in cut.py and linear_wide.py, or given as `cut` (benchmarks and tests).  Not checked, for that
+would be a read: that pages, slots and positions exist.
 
 `dependent`: weights are loaded while the kernel before still runs; they must be older than that.
 """
@@ -16,12 +16,15 @@ import numpy as np
 
 from tinyloop_service.kernels.cut import MOST_ROWS, Cut, Product, choose_cut
 from tinyloop_service.kernels.device import Argument, Array, Device
+from tinyloop_service.kernels.linear_wide import WideCut, choose_wide_cut
 from tinyloop_service.kernels.match import KernelArgumentError, match
 from tinyloop_service.kernels.norm import FOLD_ROWS, Fold, num_chunks
 from tinyloop_service.kernels.pack import TILE_ROWS, LinearKind, PackedLinear
 
 PAGE_TOKENS = 64
+AnyCut = Cut | WideCut
 THREADS = 256
+WIDE_ARCH = "sm_90"  # whose warpgroups linear_wide.cu needs
 _QKV, _GATE_UP, _PARTIALS, _LOGITS = range(4)  # TL_EPILOGUE
 _KINDS: tuple[tuple[LinearKind, ...], ...] = (("qkv",), ("gate_up",), ("o", "down"), ("head",))
 _NO_FOLD: tuple[Argument, ...] = (*(None,) * 3, np.int32(0), *(None,) * 3, np.int32(0), None, np.float32(0))
@@ -41,7 +44,7 @@ def linear_qkv(
     q: Array,
     *,
     num_kv_heads: int,
-    cut: Cut | None = None,
+    cut: AnyCut | None = None,
     dependent: bool = False,
 ) -> None:
     """q = rope(Wq·y); rope(Wk·y) and Wv·y go to page tables[slot, layer, position / 64], all rounded to fp16.
@@ -81,7 +84,7 @@ def linear_qkv(
     log2_tiles = (head_dim // TILE_ROWS).bit_length() - 1
     _require("linear_qkv", "head_dim", head_dim, TILE_ROWS << max(0, log2_tiles))
     heads = [np.int32(n) for n in (sizes["Q"] // head_dim, num_kv_heads, log2_tiles, interleaved)]
-    arguments: tuple[Argument, ...] = (*source.fold, *paging, cos, sin, q, *heads)
+    arguments: tuple[Argument, ...] = (*paging, cos, sin, q, *heads)
     _launch(device, "linear_qkv", _QKV, packed, source, arguments, cut, dependent)
 
 
@@ -91,14 +94,14 @@ def linear_gate_up(
     y: Array | Fold,
     h: Array,
     *,
-    cut: Cut | None = None,
+    cut: AnyCut | None = None,
     dependent: bool = False,
 ) -> None:
     """h = silu(Wgate·y) · (Wup·y), rounded to fp16.   y float16 [R, K], h float16 [R, F]."""
     source = _Input.of("linear_gate_up", y)
     sizes = match("linear_gate_up", {"R": source.rows}, h=(h, "float16", "R, F"))
     _require("linear_gate_up", "columns of h", sizes["F"], packed.num_outputs // 2)
-    _launch(device, "linear_gate_up", _GATE_UP, packed, source, (*source.fold, h), cut, dependent)
+    _launch(device, "linear_gate_up", _GATE_UP, packed, source, (h,), cut, dependent)
 
 
 def linear_partials(
@@ -107,7 +110,7 @@ def linear_partials(
     y: Array,
     partials: Array,
     *,
-    cut: Cut | None = None,
+    cut: AnyCut | None = None,
     dependent: bool = False,
 ) -> None:
     """Σ over C of partials = W·y for "o" and "down"; fold_norm adds them up.
@@ -128,14 +131,14 @@ def linear_logits(
     y: Array | Fold,
     logits: Array,
     *,
-    cut: Cut | None = None,
+    cut: AnyCut | None = None,
     dependent: bool = False,
 ) -> None:
     """logits = W·y.   y float16 [R, K], logits float32 [R, V rounded up to 16]; the columns from V on are zeros."""
     source = _Input.of("linear_logits", y)
     sizes = match("linear_logits", {"R": source.rows}, logits=(logits, "float32", "R, N"))
     _require("linear_logits", "columns of logits", sizes["N"], packed.num_padded)
-    _launch(device, "linear_logits", _LOGITS, packed, source, (*source.fold, logits), cut, dependent)
+    _launch(device, "linear_logits", _LOGITS, packed, source, (logits,), cut, dependent)
 
 
 def num_partials(device: Device, packed: PackedLinear, rows: int) -> int:
@@ -143,14 +146,20 @@ def num_partials(device: Device, packed: PackedLinear, rows: int) -> int:
     return cut_of(device, packed, rows).num_partials(packed.kind)
 
 
-def cut_of(device: Device, packed: PackedLinear, rows: int) -> Cut:
+def cut_of(device: Device, packed: PackedLinear, rows: int) -> AnyCut:
     """How a launch over this many rows is cut."""
     if not 1 <= rows <= MOST_ROWS:
         raise KernelArgumentError(f"linear: {rows} rows, expected 1 to {MOST_ROWS}")
-    cut = choose_cut(product_of(packed, rows), num_sms=device.num_sms, limit=device.max_shared_bytes)
+    cut = _choose(device, product_of(packed, rows))
     if cut is None:
         raise KernelArgumentError(f"linear: {rows} rows need more shared memory than {device.max_shared_bytes} bytes")
     return cut
+
+
+def _choose(device: Device, product: Product) -> AnyCut | None:
+    sizes = {"num_sms": device.num_sms, "limit": device.max_shared_bytes}
+    wide = choose_wide_cut(product, **sizes) if device.arch == WIDE_ARCH else None
+    return wide or choose_cut(product, **sizes)
 
 
 def _split(device: Device, packed: PackedLinear, rows: int) -> int:
@@ -159,7 +168,7 @@ def _split(device: Device, packed: PackedLinear, rows: int) -> int:
     The blocks of "qkv" see all of K, which is much for the shared memory of some devices.
     """
     product = product_of(packed, rows)
-    if rows <= 8 or choose_cut(product, num_sms=device.num_sms, limit=device.max_shared_bytes):
+    if rows <= 8 or _choose(device, product):
         return 0
     return product.row_tiles // 2 * 8
 
@@ -197,7 +206,7 @@ def _launch(
     packed: PackedLinear,
     source: _Input,
     arguments: tuple[Argument, ...],
-    cut: Cut | None,
+    cut: AnyCut | None,
     dependent: bool,
 ) -> None:
     kinds = _KINDS[epilogue]
@@ -206,15 +215,22 @@ def _launch(
     _require(name, "columns of y", source.width, packed.num_inputs)
     cut = cut or cut_of(device, packed, source.rows)
     product = product_of(packed, source.rows)
-    kernel = device.kernel("linear", name, TL_EPILOGUE=epilogue, **cut.defines(product), **source.defines)
     sizes = [np.int32(n) for n in (source.rows, packed.num_tiles, packed.num_inputs, packed.keep)]
+    inputs: tuple[Argument, ...] = (packed.weights, packed.scales, source.y, *sizes)
+    if isinstance(cut, WideCut):
+        if source.y is None:
+            raise KernelArgumentError(f"{name}: {cut} cannot fold its input")
+        stem, threads, shared_bytes = "linear_wide", cut.threads, cut.shared_bytes(product)
+    else:
+        stem, threads, shared_bytes = (
+            "linear",
+            THREADS,
+            cut.shared_bytes(product, source.defines.get("TL_FOLD_ROWS", 0)),
+        )
+        inputs += source.fold if epilogue != _PARTIALS else ()
+    kernel = device.kernel(stem, name, TL_EPILOGUE=epilogue, **cut.defines(product), **source.defines)
     device.launch(
-        kernel,
-        cut.grid(product),
-        THREADS,
-        (packed.weights, packed.scales, source.y, *sizes, *arguments),
-        shared_bytes=cut.shared_bytes(product, source.defines.get("TL_FOLD_ROWS", 0)),
-        dependent=dependent,
+        kernel, cut.grid(product), threads, (*inputs, *arguments), shared_bytes=shared_bytes, dependent=dependent
     )
 
 

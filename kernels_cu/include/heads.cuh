@@ -1,0 +1,66 @@
+// What becomes of the sums of query, key and value heads: turned by RoPE, rounded to half, stored to q and to pages.
+//
+// A page is K [G][64 tokens][D], then V transposed [G][D][64 tokens].
+#pragma once
+#include "weight_tiles.cuh"
+
+constexpr int kPageTokens = 64;
+
+struct Target {  // of one row of the batch
+  u16* page;     // null: a padding row, which stores nothing
+  int position;  // absolute
+};
+
+struct Pages {
+  const i32* position;  // [rows], −1: a padding row
+  const i32* row_slot;  // [rows], −1: likewise
+  const i32* tables;    // [slots][max_layers][max_blocks], page ids
+  int layer, max_layers, max_blocks;
+  u16* pool;            // [pages][2·G·64·D]
+};
+
+struct Heads {
+  int num_heads, num_kv_heads;
+  int log2_tiles;    // D = 16 << log2_tiles
+  bool interleaved;  // which dimensions are a pair: 2i and 2i+1, or i and i + D/2
+  u16* q;            // [rows][H·D]
+};
+
+DEVICE int head_dim(const Heads& h) { return kTileRows << h.log2_tiles; }
+
+// Of a tile: its head among query, key and value heads, and which tile of the head it is.
+DEVICE int head_of(const Heads& h, int tile) { return tile >> h.log2_tiles; }
+DEVICE int tile_in_head(const Heads& h, int tile) { return tile & ((1 << h.log2_tiles) - 1); }
+DEVICE bool is_turned(const Heads& h, int tile) { return head_of(h, tile) < h.num_heads + h.num_kv_heads; }
+
+// Where the id of the page of a row is.  Of rows of padding there is none.
+DEVICE const i32* page_of(const Pages& pages, int at, int slot) {
+  const long long table = static_cast<long long>(slot) * pages.max_layers + pages.layer;
+  return pages.tables + (table * pages.max_blocks + at / kPageTokens);
+}
+
+DEVICE Target target_of(const Pages& pages, const Heads& heads, i32 page, int at) {
+  const int page_size = 2 * heads.num_kv_heads * kPageTokens * head_dim(heads);
+  return {page < 0 ? nullptr : pages.pool + static_cast<long long>(page) * page_size, at};
+}
+
+// Pair g of a tile of a query or key head, turned by the angle whose cosine is c and sine s.
+DEVICE void store_turned(const Heads& heads, const Target& target, int tile, int g, int row, float low, float high,
+                         float c, float s) {
+  const int d = head_dim(heads), token = target.position % kPageTokens, head = head_of(heads, tile);
+  const int i = tile_in_head(heads, tile) * 8 + g;
+  u16* query = heads.q + (static_cast<long long>(row) * heads.num_heads + head) * d;
+  u16* key = target.page + ((head - heads.num_heads) * kPageTokens + token) * d;
+  u16* to = head < heads.num_heads ? query : key;
+  to[heads.interleaved ? 2 * i : i] = float_to_half(fmaf(low, c, -(high * s)));
+  to[heads.interleaved ? 2 * i + 1 : i + d / 2] = float_to_half(fmaf(high, c, low * s));
+}
+
+// Dimensions g and g + 8 of a tile of a value head.
+DEVICE void store_value(const Heads& heads, const Target& target, int tile, int g, float low, float high) {
+  const int head = head_of(heads, tile) - heads.num_heads - heads.num_kv_heads;
+  const int dim = tile_in_head(heads, tile) * kTileRows + g;
+  u16* to = target.page + (heads.num_kv_heads + head) * kPageTokens * head_dim(heads) + target.position % kPageTokens;
+  to[dim * kPageTokens] = float_to_half(low);
+  to[(dim + 8) * kPageTokens] = float_to_half(high);
+}

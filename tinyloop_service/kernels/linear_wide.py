@@ -1,0 +1,105 @@
+"""How a decode linear of many rows is cut for linear_wide.cu: pure arithmetic over shapes, as in cut.py.
+
+In: a product's sizes, the number of SMs and the shared memory of an sm_90 device.  Out: a `WideCut`, or None where the
+kernels of linear.cu do: up to 8 rows, small matrices, activations that do not fit.  wide.cuh draws what the numbers
+mean.  Bits of a row are those of linear.cu under every cut.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tinyloop_service.kernels.cut import PARTS, Product
+from tinyloop_service.kernels.pack import BLOCK_INPUTS, TILE_ROWS, LinearKind
+
+LEAST_ROWS = 9
+_LEAST_WEIGHTS = 1 << 20  # below, blocks of 64 outputs are too few to be worth it
+_WARPGROUP_TILES = 4
+_MOST_WARPGROUPS = 4
+_MOST_DEPTH = 4
+_ARRIVAL_BYTES = 64
+_LOOK_UP_BYTES = 12  # of linear_qkv: what a thread keeps of a row
+# Parts of K of a warpgroup, blocks of a cluster.  All but "o" and "down" need all of K in one cluster.
+_SHAPES: dict[LinearKind, tuple[int, int]] = {
+    "qkv": (2, 4),
+    "o": (1, 2),
+    "gate_up": (1, 2),
+    "down": (1, 2),
+    "head": (1, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WideCut:
+    """One way to cut a product; the names are those of wide.cuh."""
+
+    warpgroups: int
+    parts: int
+    cluster: int
+    depth: int
+    grid_outputs: int  # blocks along the outputs; each goes over them in as many rounds as it takes
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups
+
+    def num_partials(self, kind: LinearKind) -> int:
+        return PARTS[kind] // (self.parts * self.cluster)
+
+    def grid(self, p: Product) -> tuple[int, int, int]:
+        return self.grid_outputs, PARTS[p.kind] // self.parts, 1
+
+    def shared_bytes(self, p: Product) -> int:
+        """As take_share in wide.cuh lays it out."""
+        own_tiles = -(-p.row_tiles // self.cluster)
+        x = p.most_blocks(PARTS[p.kind] // self.parts) * 8 * (p.row_tiles * 128 + 16)
+        receive = (self.cluster - 1) * own_tiles * self.threads * 16
+        groups = p.unit_blocks * BLOCK_INPUTS // p.group if p.group else 0
+        stage = self.threads * (p.unit_blocks * p.pieces * 16 + groups * 4)
+        look_ups = own_tiles * 2 * _LOOK_UP_BYTES * self.threads if p.kind == "qkv" else 0
+        return _ARRIVAL_BYTES + x + receive + self.depth * stage + look_ups
+
+    def defines(self, p: Product) -> dict[str, int]:
+        return {
+            "TL_ROW_TILES": p.row_tiles,
+            "TL_GROUP": p.group,
+            "TL_WARPGROUPS": self.warpgroups,
+            "TL_PARTS": self.parts,
+            "TL_CLUSTER": self.cluster,
+            "TL_DEPTH": self.depth,
+        }
+
+
+@functools.cache
+def choose_wide_cut(p: Product, *, num_sms: int, limit: int) -> WideCut | None:
+    """The cut with the least work for the busiest SM, then the most warpgroups and the deepest ring."""
+    if p.rows < LEAST_ROWS or p.num_tiles * TILE_ROWS * p.num_inputs < _LEAST_WEIGHTS:
+        return None
+    full = replace(p, rows=8 * p.row_tiles)
+    fitting = (cut for cut in _candidates(p, num_sms) if cut.shared_bytes(full) <= limit)
+    return min(fitting, key=lambda cut: _preference(cut, p, num_sms), default=None)
+
+
+def _candidates(p: Product, num_sms: int) -> Iterator[WideCut]:
+    parts, cluster = _SHAPES[p.kind]
+    slices = PARTS[p.kind] // parts
+    for warpgroups in range(1, _MOST_WARPGROUPS + 1):
+        blocks = -(-p.num_tiles // (_WARPGROUP_TILES * warpgroups))
+        at_once = max(1, _usable(num_sms, cluster) // slices)
+        grid_outputs = blocks if p.kind == "qkv" else min(blocks, at_once)  # whose epilogue knows one round
+        for depth in range(2, _MOST_DEPTH + 1):
+            yield WideCut(warpgroups, parts, cluster, depth, grid_outputs)
+
+
+def _usable(num_sms: int, cluster: int) -> int:
+    """SMs that clusters can fill: they do not reach across the chip's larger parts, which leaves some over."""
+    return num_sms // cluster * cluster if cluster <= 2 else num_sms * 10 // 11 // cluster * cluster
+
+
+def _preference(cut: WideCut, p: Product, num_sms: int) -> tuple[int, int, int]:
+    grid = cut.grid(p)
+    waves = -(-grid[0] * grid[1] // max(1, _usable(num_sms, cut.cluster)))
+    rounds = -(-p.num_tiles // (_WARPGROUP_TILES * cut.warpgroups * cut.grid_outputs))
+    return waves * rounds * cut.warpgroups, -cut.warpgroups, -cut.depth
