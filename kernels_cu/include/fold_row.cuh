@@ -93,8 +93,8 @@ DEVICE void load_sums(Columns& sums, const Fold& f, int row) {
   }
 }
 
-// inverse[r] = 1 / sqrt(mean(v[r]²) + eps) to about 2 ulp, the same bits in every thread.  `scratch`: kFoldWarps floats a row, not in
-// use since the last barrier but one.
+// inverse[r] = 1 / sqrt(mean(v[r]²) + eps) to about 2 ulp, the same bits in every thread.  `scratch`: kFoldWarps floats
+// a row, not in use since the last barrier but one.
 template <int kRows>
 DEVICE void inverse_rms(float (&inverse)[kRows], const Columns (&v)[kRows], const Fold& f, float* scratch) {
 #pragma unroll

@@ -1,8 +1,9 @@
-// The product of matmul.cuh for up to 8 rows, where a thread block holds all that it multiplies in shared memory at once:
-// INT4 weights, parts of K of one length that is known when this is compiled.  Same parts, same order, same bits.
+// The product of matmul.cuh for up to 8 rows, where a thread block holds all that it multiplies in shared memory: INT4
+// weights, parts of K of one length that is known when this is compiled.  Same parts, same order, same bits.
 //
 // Nothing is looked up and nothing is refilled: every lane asks for all its weights with one instruction each, before
-// the kernel in front has finished, and the product is a plain loop over units.
+// the kernel in front has finished, and the product is a plain loop over units of max(64, group) inputs.  That loop is
+// bound by unpacking: an H200's scheduler needs 19 cycles for an mma and its operand, of which the mma takes 7.
 //
 //    x        [block][half h][row][t] 16 B       all of the thread block's K
 //    weights  [warp][part][tile][block][lane] 16 B, each lane reads only what it copied itself
@@ -12,18 +13,18 @@
 
 constexpr int kStrands = kWarpParts * kTiles;  // a warp's (part, tile): accumulators that do not wait for each other
 constexpr int kHeldUnits = kHeldBlocks / kUnitBlocks;
-constexpr int kSliceBlocks = kWarpParts * kHeldBlocks;            // along K, of a warp
-constexpr int kThreadBlockBlocks = kWarpsK * kSliceBlocks;        // of a thread block
-constexpr int kWarpWeights = kStrands * kHeldBlocks * 32;         // 16-byte pieces
+constexpr int kSliceBlocks = kWarpParts * kHeldBlocks;      // along K, of a warp
+constexpr int kThreadBlockBlocks = kWarpsK * kSliceBlocks;  // of a thread block
+constexpr int kWarpWeights = kStrands * kHeldBlocks * 32;   // 16-byte pieces
 constexpr int kUnitGroups = kUnitBlocks * kBlockInputs / kGroupInputs;
-constexpr int kStrandScales = kHeldUnits * kUnitGroups * 8;       // pairs
+constexpr int kStrandScales = kHeldUnits * kUnitGroups * 8;  // pairs
 static_assert(kHeldBlocks == 0 || (kGroup != kFp16 && kRowTiles == 1 && kHeldBlocks % kUnitBlocks == 0));
 
 struct Held {
   int lane, warp_m, slice;
-  uint4* x;         // of the thread block
-  uint4* weights;   // of the warp
-  u32* scales;      // of the warp
+  uint4* x;        // of the thread block
+  uint4* weights;  // of the warp
+  u32* scales;     // of the warp
 };
 
 DEVICE Held take_held(const Product& p, unsigned char* shared) {

@@ -20,7 +20,7 @@
 //    x       [warp k][slot][part][block][half h][row][t] 16 B       or, kResident, all of the thread block's K at once:
 //            [block][half h][row][t] 16 B
 //
-// Everything of weights that fits is under way before dependency_wait().
+// Everything of weights that fits is under way before dependency_wait().  Few rows do without rings: held.cuh.
 #pragma once
 #include "rings.cuh"
 

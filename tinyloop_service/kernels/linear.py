@@ -5,7 +5,8 @@ Bits of a row depend on that row and the weights alone.  Refuses arrays of anoth
 into blocks is decided in cut.py and linear_wide.py, or given as `cut` (benchmarks and tests).  Not checked, for that
 would be a read: that pages, slots and positions exist.
 
-`dependent`: weights are loaded while the kernel before still runs; they must be older than that.
+`dependent`: weights, gains, positions, slots, tables and angles are read while the kernel before still runs; they must
+be older than that.
 """
 
 from __future__ import annotations
