@@ -128,7 +128,7 @@ class PromptPass:
             apart = self._join("o", self._a, layer.block.o.dense, rows)
             self._fold(rows, apart, layer.before_mlp)
             self.products.multiply("gate_up", self._y, layer.block.gate_up.dense, self._gate_up, rows)
-            swiglu(self._device, self._gate_up[:rows], self._h[:rows], dependent=True)
+            swiglu(self._device, self._gate_up[:rows], self._h[:rows])
             apart = self._join("down", self._h, layer.block.down.dense, rows)
 
     def begin(self, ids: Array) -> None:
@@ -168,12 +168,11 @@ class PromptPass:
         rope(
             self._device, self._qkv[:rows], tables.slots, tables.positions, self._model.cos, self._model.sin,
             arena.tables, layer.index, arena.pool, q, num_kv_heads=spec.n_kv_heads, pairing=spec.rope_pairing,
-            dependent=True,
         )  # fmt: skip
         prefill_attention(
             self._device, q, arena.pool, arena.tables, layer.index, tables.tiles, self._a[:rows],
             num_heads=spec.n_heads, num_kv_heads=spec.n_kv_heads, token_slot=tables.slots,
-            token_position=tables.positions, dependent=True,
+            token_position=tables.positions,
         )  # fmt: skip
 
     def _join(self, kind: ProductKind, inputs: Array, weight: Array, rows: int) -> Array | None:
@@ -187,5 +186,5 @@ class PromptPass:
         fold_norm(
             self._device, self._x[:rows], apart, self._y[:rows], eps=self._model.spec.norm_eps, gain=step.gain,
             post_gain=step.post, loop_gain=step.loop, inject=step.inject, injected=injected,
-            dependent=True,
+            dependent=True,  # measured: worth it here, behind a product; attention and rope lose by starting early
         )  # fmt: skip

@@ -13,6 +13,7 @@ tables.  Refuses to know what lies in pages and how it is read.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -106,13 +107,21 @@ class SequenceTable:
             blocks.extend(extension.blocks)
             first = sequence.slot * self._max_layers * self._max_blocks
             places.extend(range(first + at, first + end))
-        layers = np.array([len(block) for block in blocks], np.int32)  # sequences of other depths have others
-        total = int(layers.sum())
-        layer = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(layers, dtype=np.int32) - layers, layers)
-        written = np.empty((total, 2), np.int32)
-        written[:, 0] = np.repeat(np.array(places, np.int32), layers) + layer * np.int32(self._max_blocks)
-        written[:, 1] = np.fromiter(chain.from_iterable(blocks), np.int32, total)
-        return written
+        depths = list(map(len, blocks))
+        written = [self._words_of(blocks, places, depths, depth) for depth in dict.fromkeys(depths)]
+        return np.concatenate(written) if written else np.zeros((0, 2), np.int32)
+
+    def _words_of(self, blocks: list[Block], places: list[int], depths: list[int], depth: int) -> Ints:
+        """(index, page) of every page of the blocks of one depth."""
+        if len(set(depths)) > 1:
+            blocks = [block for block, its in zip(blocks, depths, strict=True) if its == depth]
+            places = [place for place, its in zip(places, depths, strict=True) if its == depth]
+        words = np.empty((len(blocks), depth, 2), np.int32)
+        layers = np.arange(depth, dtype=np.int32) * np.int32(self._max_blocks)
+        words[:, :, 0] = np.array(places, np.int32)[:, None] + layers
+        pages = struct.pack(f"{len(blocks) * depth}i", *chain.from_iterable(blocks))
+        words[:, :, 1] = np.frombuffer(pages, np.int32).reshape(len(blocks), depth)
+        return words.reshape(-1, 2)
 
     def drop(self, seq: SequenceId, first_block: int) -> None:
         sequence = self._open[seq]
