@@ -1,4 +1,5 @@
-// Every instruction that plain C++ cannot spell, and nothing else: the only file with inline PTX.
+// Every instruction that plain C++ cannot spell, and nothing else: the only file with inline PTX, but for
+// ptx_sm90.cuh.
 //
 // Two back ends with the same names:
 //   default        real PTX for sm_80 and later, compiled by NVRTC (no CUDA header is included)

@@ -44,6 +44,9 @@
 #ifndef TL_DEPTH
 #define TL_DEPTH 4
 #endif
+#ifndef TL_X_AT_ONCE
+#define TL_X_AT_ONCE 4
+#endif
 
 constexpr int kRowTiles = TL_ROW_TILES;  // tiles of 8 rows of the batch
 constexpr int kGroup = TL_GROUP;         // 0: fp16 weights
@@ -61,7 +64,7 @@ constexpr int kStepPieces = kUnitBlocks * kPieces;         // that a lane copies
 constexpr int kOwnTiles = (kRowTiles + kCluster - 1) / kCluster;  // row tiles that a block of the cluster finishes
 constexpr int kReceiveBytes = (kCluster - 1) * kOwnTiles * kThreads * 16;
 constexpr int kArrivalBytes = 64;
-constexpr int kXAtOnce = 8;  // 16-byte loads of activations under way, a thread's
+constexpr int kXAtOnce = TL_X_AT_ONCE;  // 16-byte loads of activations under way, a thread's
 constexpr int kItemRows = 4;  // that a warp loads at a time
 static_assert(kRowTiles >= 1 && kRowTiles <= 8);
 static_assert(kGroup == kFp16 || kGroup == 32 || kGroup == 64 || kGroup == 128);

@@ -19,6 +19,7 @@ _LEAST_WEIGHTS = 1 << 20  # below, blocks of 64 outputs are too few to be worth 
 _WARPGROUP_TILES = 4
 _MOST_WARPGROUPS = 4
 _MOST_DEPTH = 4
+_MOST_X_AT_ONCE = 16  # loads of activations of a thread under way
 _ARRIVAL_BYTES = 64
 _LOOK_UP_BYTES = 12  # of linear_qkv: what a thread keeps of a row
 # Parts of K of a warpgroup, blocks of a cluster.  All but "o" and "down" need all of K in one cluster.
@@ -62,6 +63,7 @@ class WideCut:
         return _ARRIVAL_BYTES + x + receive + self.depth * stage + look_ups
 
     def defines(self, p: Product) -> dict[str, int]:
+        blocks = p.most_blocks(PARTS[p.kind] // self.parts)  # a warp loads one of them of four rows at a time
         return {
             "TL_ROW_TILES": p.row_tiles,
             "TL_GROUP": p.group,
@@ -69,6 +71,7 @@ class WideCut:
             "TL_PARTS": self.parts,
             "TL_CLUSTER": self.cluster,
             "TL_DEPTH": self.depth,
+            "TL_X_AT_ONCE": min(_MOST_X_AT_ONCE, -(-p.row_tiles * 2 * blocks // (4 * self.warpgroups))),
         }
 
 
