@@ -77,9 +77,8 @@ class RecordingDevice:
 
     def graph_of(self, num_rows: int) -> list[Launched]:
         """The launches of the decode step whose batch is padded to the fewest rows that hold `num_rows`."""
-        padded = {
-            each.linear_sizes[0]: graph for graph in self._graphs for each in graph if each.name == "linear_logits"
-        }
+        by_length = sorted(self._graphs, key=len)  # the drawing of first tokens has a graph too, a shorter one
+        padded = {each.linear_sizes[0]: graph for graph in by_length for each in graph if each.name == "linear_logits"}
         return padded[min(rows for rows in padded if rows >= num_rows)]
 
     def capture(self, work: Callable[[], None]) -> RecordedGraph:

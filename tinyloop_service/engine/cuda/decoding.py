@@ -67,6 +67,7 @@ class Decoder:
         self.outputs = Outputs(device, rows, max_steps)
         self._schedules: dict[int, Schedule] = {}
         self._graphs: dict[tuple[int, int], Graph] = {}
+        self._draws: dict[int, Graph] = {}
         self._x, self._twin = (device.zeros((rows, spec.d_model), np.float32) for _ in "xt")
         self._injected = device.zeros((rows, spec.d_model), np.float32) if spec.inject == "add" else None
         self.y = device.zeros((rows, spec.d_model), np.float16)
@@ -95,7 +96,9 @@ class Decoder:
         return self._schedules[loops]
 
     def capture(self, rows: int, loops: int) -> None:
-        """Make the graph of `rows` padded rows, if there is none.  The batch that is loaded is not advanced."""
+        """Make the graphs of `rows` padded rows, if there are none.  The batch that is loaded is not advanced."""
+        if rows not in self._draws:
+            self._draws[rows] = self._device.capture(lambda: self._draw(rows))
         if (rows, loops) in self._graphs:
             return
         schedule = self.schedule(loops)
@@ -104,7 +107,7 @@ class Decoder:
     def rehearse(self, rows: int, loops: int) -> None:
         """Launch everything that `run` and `draw` can launch, for `Device.prepare`."""
         self._step(rows, self.schedule(loops))
-        self.draw(rows)
+        self._draw(rows)
 
     def run(self, rows: int, loops: int, num_steps: int) -> None:
         """`num_steps` steps of the batch that is loaded, `rows` padded rows."""
@@ -114,7 +117,7 @@ class Decoder:
 
     def draw(self, rows: int) -> None:
         """Logits of `y[:rows]`, padded, and a token for each row of the batch that is loaded, at its length."""
-        self._sample(rows, self.y[:rows], advance=False, dependent=False)
+        self._draws[rows].launch()
 
     def read_logits(self) -> NDArray[np.float32]:
         """Logits [V] of `y[0]`, on the host."""
@@ -122,6 +125,9 @@ class Decoder:
         return self._device.download(self.logits[0])[: self._model.spec.vocab_size]
 
     # ---- one step
+
+    def _draw(self, rows: int) -> None:
+        self._sample(rows, self.y[:rows], advance=False, dependent=False)
 
     def _step(self, rows: int, schedule: Schedule) -> None:
         arena, stream = self._arena, _Stream(self._x[:rows], self._twin[:rows])
