@@ -146,10 +146,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected,
                             eps, p);
   StoreHeads epilogue = {{position, row_slot, tables, layer, max_layers, max_blocks, pool},
-                         {num_heads, num_kv_heads, log2_head_tiles, interleaved != 0},
+                         {num_heads, num_kv_heads, log2_head_tiles, interleaved != 0, q},
                          cos,
                          sin,
-                         q,
                          rows,
                          reinterpret_cast<Target*>(shared),
                          reinterpret_cast<float*>(shared + kTargetBytes)};

@@ -1,7 +1,7 @@
 // How a thread block's share of a product is cut: compile-time parameters, parts of K, where the rings lie.
 // matmul.cuh draws what the names mean; kernels/cut.py chooses the parameters and computes the same sizes.
 #pragma once
-#include "weight_tiles.cuh"
+#include "product.cuh"
 
 #ifndef TL_ROW_TILES
 #define TL_ROW_TILES 1
@@ -55,16 +55,6 @@ static_assert(kWarpParts == 1 || kWarpParts == 2);
 static_assert(kStageBlocks == 1 || kStageBlocks == kUnitBlocks);
 static_assert(kDepth >= 2);
 
-struct Product {
-  const uint4* weights;  // tiles, weight_tiles.cuh
-  const u32* scales;     // null: fp16
-  const u16* x;          // half [rows][num_inputs]
-  int rows;
-  int num_tiles;
-  int num_inputs;
-  bool keep;  // weights stay in L2
-};
-
 typedef float Sums[kTiles][kRowTiles][4];  // C fragments: rows g and g+8 of a tile, batch rows 2t and 2t+1
 
 // What this warp has to do, and where its rings are.
@@ -81,9 +71,6 @@ struct Share {
   uint4* x;                 // of the slice, or of the thread block
   u32* scales;              // of the warp
 };
-
-// Parts of K: begin(p) … begin(p+1), in units.
-DEVICE int part_begin(int part, int num_parts, int num_units) { return num_units * part / num_parts; }
 
 DEVICE int x_block(const Product& p) { return p.rows * (kBlockInputs / 8); }  // 64 k of all rows, in 16-byte pieces
 

@@ -1,32 +1,10 @@
-// What becomes of the sums of query, key and value heads: turned by RoPE, rounded to half, stored to q and to pages.
+// The sums of query, key and value heads on their way to q and to pages (heads.cuh), for the blocks of matmul.cuh.
 //
-// A page is K [G][64 tokens][D], then V transposed [G][D][64 tokens].  Where rows go and their angles are looked up
-// while the product runs: load() asks for positions, prepare() for pages and angles, finish() shows them to all.
+// Where rows go and their angles are looked up while the product runs: load() asks for positions, prepare() for pages
+// and angles, finish() shows them to all.
 #pragma once
+#include "heads.cuh"
 #include "matmul.cuh"
-
-constexpr int kPageTokens = 64;
-
-struct Target {  // of one row of the batch
-  u16* page;     // null: a padding row, which stores nothing
-  int position;  // absolute
-};
-
-struct Pages {
-  const i32* position;  // [rows], −1: a padding row
-  const i32* row_slot;  // [rows], −1: likewise
-  const i32* tables;    // [slots][max_layers][max_blocks], page ids
-  int layer, max_layers, max_blocks;
-  u16* pool;            // [pages][2·G·64·D]
-};
-
-struct Heads {
-  int num_heads, num_kv_heads;
-  int log2_tiles;    // D = 16 << log2_tiles
-  bool interleaved;  // which dimensions are a pair: 2i and 2i+1, or i and i + D/2
-};
-
-DEVICE int head_dim(const Heads& h) { return kTileRows << h.log2_tiles; }
 
 constexpr int kTargetBytes = 64 * sizeof(Target);
 constexpr int kAngles = 16;                          // floats of one tile and row: cos of 8 pairs, sin of 8 pairs
@@ -40,7 +18,6 @@ struct StoreHeads {
   Heads heads;
   const float* cos;  // [max_seq_len][D/2]
   const float* sin;
-  u16* q;            // [rows][H·D]
   int rows;
   Target* targets;   // shared
   float* angles;     // shared
@@ -55,11 +32,7 @@ struct StoreHeads {
   }
 
   DEVICE void prepare() {
-    page = -1;
-    if (at >= 0 && slot >= 0) {
-      const long long table = static_cast<long long>(slot) * pages.max_layers + pages.layer;
-      page = pages.tables[table * pages.max_blocks + at / kPageTokens];
-    }
+    page = at >= 0 && slot >= 0 ? *page_of(pages, at, slot) : -1;
 #pragma unroll 1
     for (int item = threadIdx.x; item < rows * kRowItems; item += kThreads) {
       const int row = item / kRowItems, tile = item % kRowItems / 4, piece = item % 4;
@@ -69,43 +42,22 @@ struct StoreHeads {
 
   // A quarter of one tile's angles: the first or last four cosines or sines.
   DEVICE void copy_angles(int position, int tile, int piece, float* to) {
-    const int head_tile = blockIdx.x * kBlockTiles + tile, in_head = head_tile & ((1 << heads.log2_tiles) - 1);
-    if (position < 0 || head_tile >> heads.log2_tiles >= heads.num_heads + heads.num_kv_heads) return;
-    const long long start = static_cast<long long>(position) * (head_dim(heads) / 2) + in_head * 8 + piece % 2 * 4;
+    const int head_tile = blockIdx.x * kBlockTiles + tile;
+    if (position < 0 || !is_turned(heads, head_tile)) return;
+    const int first = tile_in_head(heads, head_tile) * 8 + piece % 2 * 4;
+    const long long start = static_cast<long long>(position) * (head_dim(heads) / 2) + first;
     cp_async16(to, (piece < 2 ? cos : sin) + start, true);
   }
 
   DEVICE void finish() {
-    const int page_size = 2 * heads.num_kv_heads * kPageTokens * head_dim(heads);
-    const int row = threadIdx.x;
-    if (row < rows) targets[row] = {page < 0 ? nullptr : pages.pool + static_cast<long long>(page) * page_size, at};
+    if (threadIdx.x < rows) targets[threadIdx.x] = target_of(pages, heads, page, at);
   }
 
   DEVICE void store(int tile, int g, int row, float low, float high) {
     const Target target = targets[row];
     if (!target.page) return;
-    const int head = tile >> heads.log2_tiles, in_head = tile & ((1 << heads.log2_tiles) - 1);
-    if (head >= heads.num_heads + heads.num_kv_heads) {
-      store_value(target, head - heads.num_heads - heads.num_kv_heads, in_head * kTileRows + g, low, high);
-      return;
-    }
+    if (!is_turned(heads, tile)) return store_value(heads, target, tile, g, low, high);
     const float* angle = angles + (row * kBlockTiles + tile - blockIdx.x * kBlockTiles) * kAngles + g;
-    const float c = angle[0], s = angle[8];
-    store_pair(target, head, in_head * 8 + g, row, fmaf(low, c, -(high * s)), fmaf(high, c, low * s));
-  }
-
-  DEVICE void store_pair(const Target& target, int head, int i, int row, float first, float second) {
-    const int d = head_dim(heads), token = target.position % kPageTokens;
-    u16* query = q + (static_cast<long long>(row) * heads.num_heads + head) * d;
-    u16* key = target.page + ((head - heads.num_heads) * kPageTokens + token) * d;
-    u16* to = head < heads.num_heads ? query : key;
-    to[heads.interleaved ? 2 * i : i] = float_to_half(first);
-    to[heads.interleaved ? 2 * i + 1 : i + d / 2] = float_to_half(second);
-  }
-
-  DEVICE void store_value(const Target& target, int head, int dim, float low, float high) {
-    u16* to = target.page + (heads.num_kv_heads + head) * kPageTokens * head_dim(heads) + target.position % kPageTokens;
-    to[dim * kPageTokens] = float_to_half(low);
-    to[(dim + 8) * kPageTokens] = float_to_half(high);
+    store_turned(heads, target, tile, g, row, low, high, angle[0], angle[8]);
   }
 };

@@ -23,7 +23,7 @@ Host = NDArray[Any]
 HALF_ULP = 2.0**-11  # of fp16, relative
 
 
-def partials_of(device: Device, case: Case, y: Host, cut: Cut | None = None) -> Host:
+def partials_of(device: Device, case: Case, y: Host, cut: linear.AnyCut | None = None) -> Host:
     chosen = cut or linear.cut_of(device, case.packed, len(y))
     shape = chosen.num_partials(case.packed.kind), len(y), case.packed.num_padded
     partials = nan_like(device, shape, np.float32)
@@ -89,7 +89,7 @@ class Pages:
         self.q = np.full((rows, num_heads * head_dim), np.nan, np.float16)
 
     def run(
-        self, device: Device, case: Case, y: Array | Fold, num_kv_heads: int, cut: Cut | None = None
+        self, device: Device, case: Case, y: Array | Fold, num_kv_heads: int, cut: linear.AnyCut | None = None
     ) -> tuple[Host, Host]:
         """q and the pool, as the kernel leaves them."""
         upload = device.upload
