@@ -49,6 +49,7 @@ class CupyKernel:
         path = self.cubin.result()
         with cuda_errors(f"loading {self.name} from {path}"):
             self._raw = cupy.RawModule(path=str(path)).get_function(self.name)
+            self._raw.preferred_shared_memory_carveout = 100  # so that a dependent kernel fits beside the one before it
             self._function = driver.CUfunction(self._raw.kernel.ptr)
 
     def function(self, shared_bytes: int) -> Any:
