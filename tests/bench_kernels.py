@@ -208,7 +208,7 @@ class Bench:
         step = self._recorder.graph_of(num_rows)
         named = f"{num_rows} rows, prefix {prefix}"
         if not in_full:
-            step = [each for each in step if each.name == "decode_attention"]
+            step = [each for each in step if each.name.startswith("decode_attention")]
         profiles = [self._clock.profile(f"step of {named}", step)]
         if prefix % 64 and num_rows == max(self._scale.rows):
             profiles.append(self._clock.profile(f"opening {named}", opening))
