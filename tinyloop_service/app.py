@@ -23,7 +23,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -75,7 +76,7 @@ def build_engine(
     from tinyloop_service.engine.cuda import DeviceUnavailable, open_device  # CuPy loads only if there is a chance
 
     try:
-        device = open_device(weights.spec)
+        device = open_device(weights.spec, Path(folder) if (folder := settings.precompiled_kernels) else None)
     except DeviceUnavailable as error:
         if settings.engine == EngineKind.CUDA:
             raise InvalidArgument("engine", f"cuda given, but {error}") from None
@@ -120,10 +121,27 @@ def default_kv_memory() -> int:
 
 def load_model(path: str | Path, settings: EngineSettings, *, progress: Progress | None = None) -> LoadedModel:
     """Read the file and build its engine; raises what `build_engine` raises."""
-    weights = read_model(path)
+    with _device_waking(settings):
+        weights = read_model(path)
     tokenizer = Tokenizer(weights.tokenizer, weights.spec.bos_token_id) if weights.tokenizer else None
     engine = build_engine(weights, settings, progress=progress)
     return LoadedModel(engine, tokenizer, json.loads(weights.spec.to_json()))
+
+
+@contextmanager
+def _device_waking(settings: EngineSettings) -> Iterator[None]:
+    """A GPU that may be used takes as long to be there as a model takes to be read; both at once."""
+    if settings.engine == EngineKind.CPU:
+        yield
+        return
+    from tinyloop_service.engine.cuda import wake_driver
+
+    waking = threading.Thread(target=wake_driver, name="tinyloop-wake-driver")
+    waking.start()
+    try:
+        yield
+    finally:
+        waking.join()
 
 
 class App:

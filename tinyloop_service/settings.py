@@ -79,6 +79,7 @@ class EngineSettings:
     threads: int | None = None  # of the CPU engine; None: one per core, one for a small model
     accuracy_level: int = 4  # of INT4 products on the CPU: 0 float32 activations, 4 int8 activations
     experimental_fp16_body: bool = False  # INT4 weights of the blocks are made fp16 at load
+    precompiled_kernels: str | None = None  # directory of compiled CUDA kernels to look in before compiling
     debug: bool = False  # poison pages that are given back, check invariants
 
     def __post_init__(self) -> None:

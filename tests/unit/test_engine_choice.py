@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tinyloop_service.app import build_engine
+from tinyloop_service.app import build_engine, load_model
 from tinyloop_service.engine import cuda
 from tinyloop_service.engine.cuda import DeviceUnavailable
 from tinyloop_service.engine.spec import SIZES
 from tinyloop_service.engine.tensors import Fp16Linear, Int4Linear, with_fp16_blocks
-from tinyloop_service.engine.weights import ModelWeights, random_model
+from tinyloop_service.engine.weights import ModelWeights, random_model, write_model
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.settings import EngineSettings
 
@@ -29,7 +30,7 @@ def weights() -> ModelWeights:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(spec: object) -> None:
+    def refuse(*_: object) -> None:
         raise DeviceUnavailable("there is no CUDA device")
 
     monkeypatch.setattr(cuda, "open_device", refuse)
@@ -38,7 +39,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU, and an engine that is what it was made with."""
-    monkeypatch.setattr(cuda, "open_device", lambda spec: SimpleNamespace(name="GPU of the test"))
+    monkeypatch.setattr(cuda, "open_device", lambda *_: SimpleNamespace(name="GPU of the test"))
     monkeypatch.setattr(cuda, "CudaEngine", lambda weights, **given: SimpleNamespace(weights=weights, given=given))
 
 
@@ -76,3 +77,24 @@ def test_fp16_blocks_for_every_engine(weights: ModelWeights, gpu: None) -> None:
     assert np.array_equal(given.loop[0].up.weight, weights.loop[0].up.dequantize().astype(np.float16))
     assert with_fp16_blocks(given).loop[0].up is given.loop[0].up
     assert build_engine(weights, replace(SETTINGS, engine="cpu", experimental_fp16_body=True)).name == "cpu"
+
+
+def test_precompiled_kernels_reach_the_device(
+    weights: ModelWeights, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(cuda, "open_device", lambda _, folder: asked.append(folder) or SimpleNamespace(name="GPU"))
+    build_engine(weights, replace(SETTINGS, precompiled_kernels="/kernels"))
+    build_engine(weights, SETTINGS)
+    assert asked == [Path("/kernels"), None]
+
+
+@pytest.mark.parametrize(("engine", "wakes"), [("auto", 1), ("cuda", 1), ("cpu", 0)])
+def test_the_driver_wakes_while_the_model_is_read(
+    weights: ModelWeights, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, wakes: int
+) -> None:
+    woken: list[bool] = []
+    monkeypatch.setattr(cuda, "wake_driver", lambda: woken.append(True))
+    write_model(tmp_path / "a.tinyloop", weights)
+    load_model(tmp_path / "a.tinyloop", replace(SETTINGS, engine=engine))
+    assert len(woken) == wakes

@@ -6,6 +6,7 @@ machine without it still imports the package.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,12 @@ def open_cupy_device(
     except ImportError as error:
         raise DeviceUnavailable(f"cuda-bindings are not installed ({error}): {INSTALL}") from None
     return CupyDevice(ordinal, sources=sources, cache=cache, precompiled=precompiled)
+
+
+def wake_driver() -> None:
+    """Import CuPy and make the GPU's context, which takes a second.  Errors show when the device is opened."""
+    with suppress(Exception):
+        _import_cupy().cuda.runtime.free(0)
 
 
 def _import_cupy() -> Any:

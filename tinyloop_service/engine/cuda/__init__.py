@@ -2,6 +2,6 @@
 
 from tinyloop_service.engine.cuda.engine import CudaEngine
 from tinyloop_service.engine.cuda.probe import open_device
-from tinyloop_service.kernels.availability import DeviceUnavailable
+from tinyloop_service.kernels.availability import DeviceUnavailable, wake_driver
 
-__all__ = ["CudaEngine", "DeviceUnavailable", "open_device"]
+__all__ = ["CudaEngine", "DeviceUnavailable", "open_device", "wake_driver"]

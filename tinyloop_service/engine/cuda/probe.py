@@ -5,6 +5,8 @@ In: a spec.  Out: the device, or DeviceUnavailable with the reason as the end of
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.kernels.availability import DeviceUnavailable, open_cupy_device
 from tinyloop_service.kernels.decode_attention import MOST_QUERIES_PER_KV
@@ -14,9 +16,12 @@ HEAD_DIMS = (64, 128)
 MULTIPLE = 64  # of every linear's inputs, and of a group where that is larger
 
 
-def open_device(spec: ModelSpec) -> Device:
-    """The machine's GPU, where it can run this model.  Raises DeviceUnavailable."""
-    device = open_cupy_device()
+def open_device(spec: ModelSpec, precompiled: Path | None = None) -> Device:
+    """The machine's GPU, where it can run this model; its kernels come from `precompiled` where they are there.
+
+    Raises DeviceUnavailable.
+    """
+    device = open_cupy_device(precompiled=precompiled)
     check_spec(spec)
     return device
 
