@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulation.device import EmulatedDevice
 from test_small_cases import PLAIN
 
 from tinyloop_service.engine.api import Extend, Open
 from tinyloop_service.engine.cuda.batch import Span, SplitTables, prompt_tables, prompt_tiles, tile_order
 from tinyloop_service.engine.cuda.schedule import schedule_of
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
+from tinyloop_service.engine.cuda.staging import Staging
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
 from tinyloop_service.engine.spec import ModelSpec
 
@@ -210,3 +212,17 @@ def test_injection_without_pre_blocks() -> None:
         (None, None, "store", "loop0.attn"),
         (None, None, "add", "loop0.attn"),
     ]
+
+
+@pytest.mark.parametrize("first", [1, 31, 64, 65, 129, 1000])
+def test_staged_tables_come_whole_however_large(first: int) -> None:
+    """Whatever size one table makes the memory grow to, there is a place behind it for the next."""
+    device = EmulatedDevice()
+    staging = Staging(device, 64)
+    tables = [np.arange(size, dtype=np.int32) for size in (first, 0, 7, 200)]
+    for _ in range(2):
+        staging.clear()
+        sections = [staging.put(table) for table in tables]
+        staging.send()
+        for section, table in zip(sections, tables, strict=True):
+            assert np.array_equal(device.download(staging.there(section)), table)

@@ -35,6 +35,7 @@ class Staging:
 
     def __init__(self, device: Device, words: int) -> None:
         self._device = device
+        words = _aligned(words)
         self._host: Ints = device.pinned((words,), np.int32)
         self._there: Array = device.empty((words,), np.int32)
         self._used = 0
@@ -50,14 +51,13 @@ class Staging:
         if end > self._host.size:
             self._grow(end)
         self._host[section.offset : end] = values.reshape(-1)
-        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self._used = _aligned(end)
         return section
 
     def send(self) -> None:
         """Copy everything that was collected."""
         if self._used:
-            used = min(self._used, self._host.size)
-            self._device.copy_in(self._there[:used], self._host[:used])
+            self._device.copy_in(self._there[: self._used], self._host[: self._used])
 
     def there(self, section: Section) -> Array:
         """A section on the device, after `send`."""
@@ -71,7 +71,11 @@ class Staging:
 
     def _grow(self, words: int) -> None:
         """Nothing was sent from here yet, so there is nobody who reads the old memory."""
-        size = max(words, 2 * self._host.size)
+        size = max(_aligned(words), 2 * self._host.size)
         host = self._device.pinned((size,), np.int32)
         host[: self._used] = self._host[: self._used]
         self._host, self._there = host, self._device.empty((size,), np.int32)
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGNMENT) * _ALIGNMENT
