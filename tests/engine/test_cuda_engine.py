@@ -21,7 +21,7 @@ from tinyloop_service.engine.cuda.products import FIXED_ROWS, Products, least_ro
 from tinyloop_service.engine.cuda.selfcheck import check_rows
 from tinyloop_service.engine.spec import Quant
 from tinyloop_service.errors import EngineFault, InvalidArgument
-from tinyloop_service.types import CacheMode
+from tinyloop_service.types import CacheMode, Sampling
 
 
 @pytest.fixture
@@ -132,6 +132,13 @@ def _prefilled(driver: Driver, row: Held) -> dict[str, Any]:
     """The fields of a plan that feeds a row its suffix."""
     chunk = driver.chunk(row, len(row.tokens) - row.length)
     return {"extend": tuple(driver._extend), "clone": tuple(driver._clone), "prefill": (chunk,)}
+
+
+def test_a_small_vocabulary_has_no_more_logprobs_than_tokens() -> None:
+    driver = Driver(engine_of(replace(PLAIN, vocab_size=17)))
+    for _, logprob in driver.alone(None, (1, 2, 3), 2, sampling=Sampling(logprobs=20)):
+        assert logprob is not None and sorted(token for token, _ in logprob.top) == list(range(17))
+        assert abs(sum(np.exp(value) for _, value in logprob.top) - 1) < 1e-5  # 17 terms, each good to 1e-6
 
 
 def test_pages_given_back_are_poisoned_and_pages_taken_are_zero(driver: Driver) -> None:

@@ -200,7 +200,8 @@ class Planner:
             np.array([getattr(row, name) for row in rows], np.int32) for name in ("slot", "length", "window")
         )
         sections = self._decoder.batch.stage(staging, slots, lengths, windows, tables)
-        wanted = tuple(row.sampling.logprobs if row.sampling is not None else 0 for row in rows)
+        most = self._sampler.vocab_size
+        wanted = tuple(min(row.sampling.logprobs, most) if row.sampling is not None else 0 for row in rows)
         return Batch(tuple(row.id for row in rows), wanted, sections)
 
 
