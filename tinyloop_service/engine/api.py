@@ -130,7 +130,8 @@ class Plan:
     """
 
     number: int
-    close: tuple[SequenceId, ...] = ()  # forget; their pages are already someone else's to take
+    close: tuple[SequenceId, ...] = ()  # forget; their pages are already someone else's to take, and what plans in
+    # flight still draw for them means nothing: who wants it waits for it first
     released: tuple[int, ...] = ()  # page ids given back since the last plan (poisoned in debug)
     deactivate: tuple[SequenceId, ...] = ()  # drop these active forms
     open: tuple[Open, ...] = ()
