@@ -6,7 +6,9 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from cuda.pathfinder import DynamicLibNotFoundError
 
+from tinyloop_service.kernels import cublas
 from tinyloop_service.kernels.availability import DeviceUnavailable, open_cupy_device
 
 
@@ -52,3 +54,13 @@ def test_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, f"tinyloop_service.kernels.{name}", raising=False)
     with pytest.raises(DeviceUnavailable, match="cuda-bindings are not installed"):
         open_cupy_device()
+
+
+@pytest.mark.parametrize("error", [DynamicLibNotFoundError("libcublas.so.13"), OSError("cannot open shared object")])
+def test_without_cublas(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(cublas, "load_nvidia_dynamic_lib", refuse)
+    with pytest.raises(DeviceUnavailable, match=r"cuBLAS is not installed .*pip install 'tinyloop-service\[cuda13\]'"):
+        cublas.find_library()

@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from cuda.pathfinder import load_nvidia_dynamic_lib
+from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
 from tinyloop_service.errors import DeviceLost, EngineFault
+from tinyloop_service.kernels.availability import INSTALL, DeviceUnavailable
 
 _TRANSPOSE, _NO_TRANSPOSE = 1, 0
 _R_16F, _R_32F = 2, 0  # cudaDataType
@@ -32,8 +33,7 @@ class CuBlas:
 
     def __init__(self, stream: int, workspace: int) -> None:
         """stream: a CUstream; workspace: device address of WORKSPACE_BYTES bytes, 256-byte aligned."""
-        loaded = load_nvidia_dynamic_lib("cublas")
-        self._library: Any = ctypes.CDLL(loaded.abs_path)
+        self._library: Any = ctypes.CDLL(find_library())
         self._handle = ctypes.c_void_p()
         self._check("cublasCreate_v2", ctypes.byref(self._handle))
         self._check("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream))
@@ -82,3 +82,11 @@ def _raise_if(function: str, status: int) -> None:
     if status:
         kind = DeviceLost if status in _LOST else EngineFault
         raise kind(f"{function} answered {status}")
+
+
+def find_library() -> str:
+    """The path of cuBLAS.  Raises DeviceUnavailable."""
+    try:
+        return str(load_nvidia_dynamic_lib("cublas").abs_path)
+    except (DynamicLibNotFoundError, OSError) as error:  # OSError: there, and it cannot be loaded
+        raise DeviceUnavailable(f"cuBLAS is not installed ({type(error).__name__}): {INSTALL}") from None

@@ -40,7 +40,7 @@ class CupyDevice:
             runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal
         )
         self._ordinal = ordinal
-        self._thread = 0  # the one whose current context is ours
+        self._thread: threading.Thread | None = None  # the one whose current context is ours
         self._bind()
         with cuda_errors("opening the CUDA device"):
             self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -222,9 +222,10 @@ class CupyDevice:
 
     def _bind(self) -> None:
         """Makes the GPU current in the calling thread; the driver's calls need it."""
-        thread = threading.get_ident()
-        if thread != self._thread:
-            cupy.cuda.Device(self._ordinal).use()
+        thread = threading.current_thread()  # not its number, which the next thread may get
+        if thread is not self._thread:
+            with cuda_errors("choosing the CUDA device"):
+                cupy.cuda.Device(self._ordinal).use()
             self._thread = thread
 
 
