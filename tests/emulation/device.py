@@ -26,6 +26,7 @@ from emulation.memory import DeviceBytes, PinnedBytes, allocate, allocate_pinned
 from tinyloop_service.kernels.device import check_copy, check_gemm
 
 Work = Callable[[], None]
+MOST_ALONG_Y = 65535  # blocks of a grid, along z too
 SCALARS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     np.int32: ("i", ctypes.c_int32),
     np.int64: ("l", ctypes.c_int64),
@@ -164,6 +165,8 @@ class EmulatedDevice:
             raise ValueError(
                 f"{kernel.name}: {shared_bytes} bytes of shared memory, {self.max_shared_bytes} are possible"
             )
+        if grid[1] > MOST_ALONG_Y or grid[2] > MOST_ALONG_Y:
+            raise ValueError(f"{kernel.name}: a grid of {grid}; along y and z at most {MOST_ALONG_Y} are possible")
         if 0 not in grid:
             self.enqueue(partial(self._run, kernel, grid, block, [c for _, c in pairs], list(args), shared_bytes))
 

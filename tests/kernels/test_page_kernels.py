@@ -33,6 +33,16 @@ def test_clone(device: Device, heads: int, head_dim: int, num_tokens: int) -> No
     assert np.array_equal(bits(device.download(there)), bits(pool))
 
 
+def test_more_clones_than_a_grid_is_long(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_MOST_TRIPLES", 2)
+    pool, triples = random_pool(1, 64), np.array([[0, target, 9] for target in (1, 2, 3, 4, 5)], np.int32)
+    pool[1:6] = 0
+    there = device.upload(pool)
+    pages.clone(device, there, device.upload(triples), head_dim=64)
+    reference.clone(pool, triples, head_dim=64)
+    assert np.array_equal(bits(device.download(there)), bits(pool))
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("operation", ["zero", "poison"])
 def test_fill(device: Device, operation: str, heads: int) -> None:

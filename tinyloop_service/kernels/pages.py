@@ -12,11 +12,13 @@ from tinyloop_service.kernels.match import match, require
 
 _THREADS, _BATCH, _HALVES, _PAGE_TOKENS = 256, 4, 8, 64
 _NAN_PAIR = 0x7E007E00
+_MOST_TRIPLES = 65535  # of a launch: they are along y, where a grid is no longer
 
 
 def clone(device: Device, pool: Array, triples: Array, *, head_dim: int) -> None:
-    """Copies the first tokens of pages, in one launch.  triples int32 [n, 3]: source page, target page, num_tokens.
+    """Copies the first tokens of pages, in one launch for up to 65535 of them.
 
+    triples int32 [n, 3]: source page, target page, num_tokens.
     Targets are zeros before, and no target is a source.
     """
     sizes = match("clone", {"D": head_dim}, pool=(pool, "float16", "P, E"), triples=(triples, "int32", "n, 3"))
@@ -24,7 +26,9 @@ def clone(device: Device, pool: Array, triples: Array, *, head_dim: int) -> None
     require("clone", rest == 0, f"a page is {sizes['E']} halves, expected 2·G·64·{head_dim}")
     require("clone", head_dim % _HALVES == 0, f"head_dim is {head_dim}, expected a multiple of {_HALVES}")
     kernel = device.kernel("pages", "clone")
-    device.launch(kernel, (heads, sizes["n"], 1), _THREADS, (pool, triples, np.int32(head_dim)))
+    for first in range(0, sizes["n"], _MOST_TRIPLES):
+        part = triples[first : first + _MOST_TRIPLES]
+        device.launch(kernel, (heads, part.shape[0], 1), _THREADS, (pool, part, np.int32(head_dim)))
 
 
 def zero(device: Device, pool: Array, pages: Array) -> None:
