@@ -37,6 +37,7 @@ class SchedulerSettings:
     prefill_share: float = 0.5  # of an engine's max_chunk that a plan prefills while rows decode
     steps_per_plan: int = 8  # decode steps in one plan while nothing waits, at most the engine's max_steps
     plans_in_flight: int = 2  # the one that runs and those queued behind it, so that the device never waits
+    stream_interval_ns: int = 10_000_000  # between two pieces of a stream; tokens that come sooner leave together
     aging_ns: int = 500_000_000  # who waits longer for room is not overtaken any more
     max_overtaken: int = 8  # waiting requests without room that a plan looks past for one that fits
 
@@ -47,6 +48,8 @@ class SchedulerSettings:
         _require(0.0 < self.prefill_share <= 1.0, "prefill_share", f"{self.prefill_share} given, above 0 to 1 expected")
         _require(self.steps_per_plan >= 1, "steps_per_plan", f"{self.steps_per_plan} given, at least 1 expected")
         _require(1 <= self.plans_in_flight <= 2, "plans_in_flight", f"{self.plans_in_flight} given, 1 or 2 expected")
+        interval_ns = self.stream_interval_ns
+        _require(interval_ns >= 0, "stream_interval_ns", f"{interval_ns} given, at least 0 expected")
         _require(self.aging_ns >= 0, "aging_ns", f"{self.aging_ns} given, at least 0 expected")
         _require(self.max_overtaken >= 0, "max_overtaken", f"{self.max_overtaken} given, at least 0 expected")
 

@@ -137,7 +137,7 @@ class AsyncClient:
         reader = DeltaReader()
         call = calls.stream(prompt, prefix, suffix, parameters(**arguments))
         async for message in self._transport.stream(call):
-            for delta in reader.read([wire.read_output(message)]):
+            for delta in reader.read(wire.read_outputs(message)):
                 yield delta
 
     async def create_prefix(

@@ -167,7 +167,7 @@ def watch_prefix(prefix_id: str) -> Call:
 def stream(prompt: Prompt | None, prefix: object, suffix: Prompt, parameters: Parameters) -> Call:
     """A stream of GenerateResponse messages."""
     name, content, field = _start(prompt, prefix, suffix)
-    request = wire.write_generate(name, content, parameters, omit_text=False)
+    request = wire.write_generate(name, content, parameters, omit_text=False, packed=True)
     return Call("GenerationService", "Generate", request, name, field)
 
 

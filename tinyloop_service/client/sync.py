@@ -213,11 +213,11 @@ class DeltaStream(Iterator[Delta]):
         self._reader = DeltaReader()
         self._messages = messages
         first = next(messages, None)  # Started, or the refusal
-        self._ready = list(self._reader.read([wire.read_output(first)])) if first is not None else []
+        self._ready = list(self._reader.read(wire.read_outputs(first))) if first is not None else []
 
     def __next__(self) -> Delta:
         while not self._ready:
-            self._ready = list(self._reader.read([wire.read_output(next(self._messages))]))
+            self._ready = list(self._reader.read(wire.read_outputs(next(self._messages))))
         return self._ready.pop(0)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -52,7 +52,7 @@ def write_create(
 
 
 def write_generate(
-    prefix: str | None, content: str | TokenIds, parameters: Parameters, *, omit_text: bool
+    prefix: str | None, content: str | TokenIds, parameters: Parameters, *, omit_text: bool, packed: bool = False
 ) -> generation_pb2.GenerateRequest:
     sampling, stops = parameters.sampling, parameters.stops
     return generation_pb2.GenerateRequest(
@@ -78,6 +78,7 @@ def write_generate(
         n=parameters.n,
         logprobs=sampling.logprobs,
         omit_text=omit_text,
+        packed=packed,
     )
 
 
@@ -96,6 +97,13 @@ def read_output(message: generation_pb2.GenerateResponse) -> Output:
             done = message.completed
             reason = _FINISH_REASONS[done.finish_reason]
             return Completed(done.choice, reason, _read_usage(done.usage), _read_timings(done.timings))
+
+
+def read_outputs(message: generation_pb2.GenerateResponse) -> Iterator[Output]:
+    """All that came in one message."""
+    yield read_output(message)
+    for further in message.further:
+        yield read_output(further)
 
 
 def read_completion(message: generation_pb2.Completion) -> Completion:

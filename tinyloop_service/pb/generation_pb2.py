@@ -17,7 +17,7 @@ from tinyloop_service.pb import input_pb2 as tinyloop_dot_v1_dot_input__pb2
 from tinyloop_service.pb import prefix_pb2 as tinyloop_dot_v1_dot_prefix__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctinyloop/v1/generation.proto\x12\x0btinyloop.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17tinyloop/v1/input.proto\x1a\x18tinyloop/v1/prefix.proto\"\x8e\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x06 \x03(\x0b\x32$.tinyloop.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06_top_kB\x08\n\x06_top_pB\x15\n\x13_repetition_penalty\"M\n\x0cStopSequence\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x13.tinyloop.v1.TokensH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x06\n\x04stop\"\xd2\x03\n\x0fGenerateRequest\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12!\n\x05input\x18\x02 \x01(\x0b\x32\x12.tinyloop.v1.Input\x12;\n\x11\x63reate_if_missing\x18\x03 \x01(\x0b\x32 .tinyloop.v1.CreatePrefixRequest\x12\x12\n\x05loops\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x19\n\x0c\x63\x61\x63he_window\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x02\x88\x01\x01\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.tinyloop.v1.Sampling\x12\x31\n\x0estop_sequences\x18\x08 \x03(\x0b\x32\x19.tinyloop.v1.StopSequence\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x03\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\x05H\x04\x88\x01\x01\x12\x10\n\x08logprobs\x18\r \x01(\x05\x12\x11\n\tomit_text\x18\x0e \x01(\x08\x42\x08\n\x06_loopsB\x0f\n\r_cache_windowB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x04\n\x02_n\"H\n\x14GenerateUnaryRequest\x12\x30\n\ngeneration\x18\x01 \x01(\x0b\x32\x1c.tinyloop.v1.GenerateRequest\"\x97\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.tinyloop.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.tinyloop.v1.DeltaH\x00\x12+\n\tcompleted\x18\x03 \x01(\x0b\x32\x16.tinyloop.v1.CompletedH\x00\x42\x08\n\x06output\"\x89\x01\n\x07Started\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x12\x31\n\x0equeue_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"z\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.tinyloop.v1.TokenLogprob\x12\x13\n\x0b\x66irst_index\x18\x05 \x01(\x05\"\x97\x01\n\tCompleted\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.tinyloop.v1.FinishReason\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.tinyloop.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.tinyloop.v1.Timings\"t\n\nCompletion\x12$\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x13.tinyloop.v1.Choice\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.tinyloop.v1.Usage\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0f\n\x07replica\x18\x04 \x01(\t\"\xbe\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.tinyloop.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.tinyloop.v1.FinishReason\x12%\n\x07timings\x18\x06 \x01(\x0b\x32\x14.tinyloop.v1.Timings\"E\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tinyloop.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"g\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x1a\n\rcached_tokens\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x05\x42\x10\n\x0e_cached_tokens\"\xa1\x01\n\x07Timings\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rttft_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etotal_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\xab\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.tinyloop.v1.GenerateRequest\x1a\x1d.tinyloop.v1.GenerateResponse0\x01\x12K\n\rGenerateUnary\x12!.tinyloop.v1.GenerateUnaryRequest\x1a\x17.tinyloop.v1.Completionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctinyloop/v1/generation.proto\x12\x0btinyloop.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17tinyloop/v1/input.proto\x1a\x18tinyloop/v1/prefix.proto\"\x8e\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x06 \x03(\x0b\x32$.tinyloop.v1.Sampling.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06_top_kB\x08\n\x06_top_pB\x15\n\x13_repetition_penalty\"M\n\x0cStopSequence\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x13.tinyloop.v1.TokensH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x06\n\x04stop\"\xe2\x03\n\x0fGenerateRequest\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12!\n\x05input\x18\x02 \x01(\x0b\x32\x12.tinyloop.v1.Input\x12;\n\x11\x63reate_if_missing\x18\x03 \x01(\x0b\x32 .tinyloop.v1.CreatePrefixRequest\x12\x12\n\x05loops\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x19\n\x0c\x63\x61\x63he_window\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x02\x88\x01\x01\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.tinyloop.v1.Sampling\x12\x31\n\x0estop_sequences\x18\x08 \x03(\x0b\x32\x19.tinyloop.v1.StopSequence\x12\x16\n\x0estop_token_ids\x18\t \x03(\x05\x12\x12\n\nignore_eos\x18\n \x01(\x08\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x03\x88\x01\x01\x12\x0e\n\x01n\x18\x0c \x01(\x05H\x04\x88\x01\x01\x12\x10\n\x08logprobs\x18\r \x01(\x05\x12\x11\n\tomit_text\x18\x0e \x01(\x08\x12\x0e\n\x06packed\x18\x0f \x01(\x08\x42\x08\n\x06_loopsB\x0f\n\r_cache_windowB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x04\n\x02_n\"H\n\x14GenerateUnaryRequest\x12\x30\n\ngeneration\x18\x01 \x01(\x0b\x32\x1c.tinyloop.v1.GenerateRequest\"\xc7\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.tinyloop.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.tinyloop.v1.DeltaH\x00\x12+\n\tcompleted\x18\x03 \x01(\x0b\x32\x16.tinyloop.v1.CompletedH\x00\x12.\n\x07\x66urther\x18\x04 \x03(\x0b\x32\x1d.tinyloop.v1.GenerateResponseB\x08\n\x06output\"\x89\x01\n\x07Started\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x12\x31\n\x0equeue_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"z\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.tinyloop.v1.TokenLogprob\x12\x13\n\x0b\x66irst_index\x18\x05 \x01(\x05\"\x97\x01\n\tCompleted\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.tinyloop.v1.FinishReason\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.tinyloop.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.tinyloop.v1.Timings\"t\n\nCompletion\x12$\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x13.tinyloop.v1.Choice\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.tinyloop.v1.Usage\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x0f\n\x07replica\x18\x04 \x01(\t\"\xbe\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.tinyloop.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.tinyloop.v1.FinishReason\x12%\n\x07timings\x18\x06 \x01(\x0b\x32\x14.tinyloop.v1.Timings\"E\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tinyloop.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"g\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x1a\n\rcached_tokens\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x05\x42\x10\n\x0e_cached_tokens\"\xa1\x01\n\x07Timings\x12\x31\n\x0equeue_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rttft_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0etotal_duration\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration*v\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03\x32\xab\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.tinyloop.v1.GenerateRequest\x1a\x1d.tinyloop.v1.GenerateResponse0\x01\x12K\n\rGenerateUnary\x12!.tinyloop.v1.GenerateUnaryRequest\x1a\x17.tinyloop.v1.Completionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -26,8 +26,8 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2295
-  _globals['_FINISHREASON']._serialized_end=2413
+  _globals['_FINISHREASON']._serialized_start=2359
+  _globals['_FINISHREASON']._serialized_end=2477
   _globals['_SAMPLING']._serialized_start=129
   _globals['_SAMPLING']._serialized_end=399
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=308
@@ -35,29 +35,29 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_STOPSEQUENCE']._serialized_start=401
   _globals['_STOPSEQUENCE']._serialized_end=478
   _globals['_GENERATEREQUEST']._serialized_start=481
-  _globals['_GENERATEREQUEST']._serialized_end=947
-  _globals['_GENERATEUNARYREQUEST']._serialized_start=949
-  _globals['_GENERATEUNARYREQUEST']._serialized_end=1021
-  _globals['_GENERATERESPONSE']._serialized_start=1024
-  _globals['_GENERATERESPONSE']._serialized_end=1175
-  _globals['_STARTED']._serialized_start=1178
-  _globals['_STARTED']._serialized_end=1315
-  _globals['_DELTA']._serialized_start=1317
-  _globals['_DELTA']._serialized_end=1439
-  _globals['_COMPLETED']._serialized_start=1442
-  _globals['_COMPLETED']._serialized_end=1593
-  _globals['_COMPLETION']._serialized_start=1595
-  _globals['_COMPLETION']._serialized_end=1711
-  _globals['_CHOICE']._serialized_start=1714
-  _globals['_CHOICE']._serialized_end=1904
-  _globals['_TOKENLOGPROB']._serialized_start=1906
-  _globals['_TOKENLOGPROB']._serialized_end=1975
-  _globals['_TOPLOGPROB']._serialized_start=1977
-  _globals['_TOPLOGPROB']._serialized_end=2024
-  _globals['_USAGE']._serialized_start=2026
-  _globals['_USAGE']._serialized_end=2129
-  _globals['_TIMINGS']._serialized_start=2132
-  _globals['_TIMINGS']._serialized_end=2293
-  _globals['_GENERATIONSERVICE']._serialized_start=2416
-  _globals['_GENERATIONSERVICE']._serialized_end=2587
+  _globals['_GENERATEREQUEST']._serialized_end=963
+  _globals['_GENERATEUNARYREQUEST']._serialized_start=965
+  _globals['_GENERATEUNARYREQUEST']._serialized_end=1037
+  _globals['_GENERATERESPONSE']._serialized_start=1040
+  _globals['_GENERATERESPONSE']._serialized_end=1239
+  _globals['_STARTED']._serialized_start=1242
+  _globals['_STARTED']._serialized_end=1379
+  _globals['_DELTA']._serialized_start=1381
+  _globals['_DELTA']._serialized_end=1503
+  _globals['_COMPLETED']._serialized_start=1506
+  _globals['_COMPLETED']._serialized_end=1657
+  _globals['_COMPLETION']._serialized_start=1659
+  _globals['_COMPLETION']._serialized_end=1775
+  _globals['_CHOICE']._serialized_start=1778
+  _globals['_CHOICE']._serialized_end=1968
+  _globals['_TOKENLOGPROB']._serialized_start=1970
+  _globals['_TOKENLOGPROB']._serialized_end=2039
+  _globals['_TOPLOGPROB']._serialized_start=2041
+  _globals['_TOPLOGPROB']._serialized_end=2088
+  _globals['_USAGE']._serialized_start=2090
+  _globals['_USAGE']._serialized_end=2193
+  _globals['_TIMINGS']._serialized_start=2196
+  _globals['_TIMINGS']._serialized_end=2357
+  _globals['_GENERATIONSERVICE']._serialized_start=2480
+  _globals['_GENERATIONSERVICE']._serialized_end=2651
 # @@protoc_insertion_point(module_scope)

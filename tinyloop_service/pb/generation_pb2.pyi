@@ -52,7 +52,7 @@ class StopSequence(_message.Message):
     def __init__(self, tokens: _Optional[_Union[_input_pb2.Tokens, _Mapping]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prefix", "input", "create_if_missing", "loops", "cache_window", "max_tokens", "sampling", "stop_sequences", "stop_token_ids", "ignore_eos", "seed", "n", "logprobs", "omit_text")
+    __slots__ = ("prefix", "input", "create_if_missing", "loops", "cache_window", "max_tokens", "sampling", "stop_sequences", "stop_token_ids", "ignore_eos", "seed", "n", "logprobs", "omit_text", "packed")
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     CREATE_IF_MISSING_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class GenerateRequest(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     OMIT_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     prefix: str
     input: _input_pb2.Input
     create_if_missing: _prefix_pb2.CreatePrefixRequest
@@ -81,7 +82,8 @@ class GenerateRequest(_message.Message):
     n: int
     logprobs: int
     omit_text: bool
-    def __init__(self, prefix: _Optional[str] = ..., input: _Optional[_Union[_input_pb2.Input, _Mapping]] = ..., create_if_missing: _Optional[_Union[_prefix_pb2.CreatePrefixRequest, _Mapping]] = ..., loops: _Optional[int] = ..., cache_window: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_sequences: _Optional[_Iterable[_Union[StopSequence, _Mapping]]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., omit_text: bool = ...) -> None: ...
+    packed: bool
+    def __init__(self, prefix: _Optional[str] = ..., input: _Optional[_Union[_input_pb2.Input, _Mapping]] = ..., create_if_missing: _Optional[_Union[_prefix_pb2.CreatePrefixRequest, _Mapping]] = ..., loops: _Optional[int] = ..., cache_window: _Optional[int] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_sequences: _Optional[_Iterable[_Union[StopSequence, _Mapping]]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., seed: _Optional[int] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., omit_text: bool = ..., packed: bool = ...) -> None: ...
 
 class GenerateUnaryRequest(_message.Message):
     __slots__ = ("generation",)
@@ -90,14 +92,16 @@ class GenerateUnaryRequest(_message.Message):
     def __init__(self, generation: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "delta", "completed")
+    __slots__ = ("started", "delta", "completed", "further")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_FIELD_NUMBER: _ClassVar[int]
     started: Started
     delta: Delta
     completed: Completed
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ...) -> None: ...
+    further: _containers.RepeatedCompositeFieldContainer[GenerateResponse]
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., further: _Optional[_Iterable[_Union[GenerateResponse, _Mapping]]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("replica", "prompt_tokens", "cached_tokens", "queue_duration", "seed")

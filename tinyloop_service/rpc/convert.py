@@ -6,7 +6,7 @@ A refusal is InvalidArgument with the field's path as the caller sees it in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -134,6 +134,15 @@ def write_output(output: Output, replica: str) -> generation_pb2.GenerateRespons
                 timings=_write_timings(output.timings),
             )
             return generation_pb2.GenerateResponse(completed=completed)
+
+
+def write_outputs(outputs: Sequence[Output], replica: str, *, packed: bool) -> list[generation_pb2.GenerateResponse]:
+    """The messages for them; one if they may be packed."""
+    first, *others = (write_output(output, replica) for output in outputs)
+    if not packed:
+        return [first, *others]
+    first.further.extend(others)
+    return [first]
 
 
 def write_completion(completion: Completion, replica: str) -> generation_pb2.Completion:

@@ -9,7 +9,7 @@ from tinyloop_service.errors import InvalidArgument, PrefixNotFound
 from tinyloop_service.pb import generation_pb2, generation_pb2_grpc, prefix_pb2
 from tinyloop_service.rpc.backend import TENANT, Backend
 from tinyloop_service.rpc.boundary import Context, answering
-from tinyloop_service.rpc.convert import inside, read_generation, read_input, write_completion, write_output
+from tinyloop_service.rpc.convert import inside, read_generation, read_input, write_completion, write_outputs
 from tinyloop_service.rpc.creation import PrefixCreator
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.types import GenerationRequest
@@ -25,8 +25,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type:
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:
         async with answering(context, "Generate"), await self._open(request) as stream:
             async for outputs in stream:
-                for output in outputs:
-                    await context.write(write_output(output, self._backend.replica))
+                for message in write_outputs(outputs, self._backend.replica, packed=request.packed):
+                    await context.write(message)
 
     async def GenerateUnary(
         self, request: generation_pb2.GenerateUnaryRequest, context: Context

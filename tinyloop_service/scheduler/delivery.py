@@ -20,9 +20,12 @@ from tinyloop_service.types import PrefixInfo, PrefixState
 class Delivery:
     """Every stream, waiter and watcher."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, stream_interval_ns: int) -> None:
+        """stream_interval_ns: tokens of a stream that come sooner after others wait for later ones, but no longer."""
         self._core = core
+        self._interval_ns = stream_interval_ns
         self._streams: dict[int, Stream] = {}
+        self._held: set[int] = set()  # streams, some of whose tokens wait for later ones; a timer runs while there are
         self._waiters: dict[str, set[asyncio.Future[PrefixInfo]]] = {}
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._end: TinyLoopError | None = None  # what everybody hears from now on
@@ -93,15 +96,30 @@ class Delivery:
                 del self._watchers[uid]
 
     def _tell_stream(self, stream: Stream, event: Admitted | Sampled | Failed) -> None:
+        was_held = stream.is_held
         if isinstance(event, Sampled):
-            if stream.deliver_tokens(event):
+            if stream.deliver_tokens(event, self._interval_ns):
                 self._core.finish(event.request, event.choice)
         elif isinstance(event, Admitted):
             stream.deliver_start(event)
         else:
             stream.deliver_error(event.error)
+        if stream.is_held and not was_held:
+            self._hold(stream)
         if stream.is_over:
             del self._streams[stream.request]
+
+    def _hold(self, stream: Stream) -> None:
+        """Its next tokens will show it; if they are long in coming, a timer does."""
+        if not self._held:
+            asyncio.get_running_loop().call_later(self._interval_ns / 1e9, self._show_held)
+        self._held.add(stream.request)
+
+    def _show_held(self) -> None:
+        held, self._held = self._held, set()
+        for request in held:
+            if (stream := self._streams.get(request)) is not None:
+                stream.show()
 
     def _tell_prefix(self, uid: str) -> None:
         for watcher in self._watchers.get(uid, ()):

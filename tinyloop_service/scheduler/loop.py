@@ -52,7 +52,7 @@ class Scheduler:
         self._engine = engine
         self._settings = settings
         self._core = Core(engine.limits, settings)
-        self._delivery = Delivery(self._core)
+        self._delivery = Delivery(self._core, settings.stream_interval_ns)
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="engine-wait")

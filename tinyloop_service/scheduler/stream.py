@@ -91,7 +91,9 @@ class Stream:
         self._started: Started | None = None
         self._prompt_tokens = self._cached_tokens = self._queue_ns = 0
         self._error: TinyLoopError | None = None
-        self._pending = False
+        self._pending = False  # something is there to be read
+        self._due_ns = 0  # tokens that come sooner are held
+        self.is_held = False  # something is there, but it waits for more
         self._is_left = False
         self._news = asyncio.Event()
 
@@ -107,10 +109,13 @@ class Stream:
         self._queue_ns = event.queue_ns
         seed = self._spec.sampling.seed
         self._started = Started(event.cached_tokens, event.prompt_tokens, event.queue_ns, seed)
-        self._wake()
+        self.is_held = True
 
-    def deliver_tokens(self, event: Sampled) -> bool:
-        """True if a stop ended the choice here, which the core does not know yet."""
+    def deliver_tokens(self, event: Sampled, interval_ns: int = 0) -> bool:
+        """True if a stop ended the choice here, which the core does not know yet.
+
+        Tokens that come less than `interval_ns` after others were shown are held, but for the first and the last.
+        """
         choice = self._choices[event.choice]
         if choice.is_over:
             return False
@@ -120,11 +125,20 @@ class Stream:
         reason = FinishReason.STOP if choice.filter.stopped else event.reason
         if reason is not None:
             self._complete(choice, reason, event.time_ns)
-        if piece or reason is not None:
+        if reason is not None or (piece and event.time_ns >= self._due_ns):
+            self._due_ns = event.time_ns + interval_ns
             self._wake()
+        elif piece:
+            self.is_held = True
         return reason is not None and event.reason is None
 
+    def show(self) -> None:
+        """What is held waits no longer."""
+        if self.is_held:
+            self._wake()
+
     def deliver_error(self, error: TinyLoopError) -> None:
+        self.show()
         self._error = error
         self._news.set()
 
@@ -169,7 +183,7 @@ class Stream:
         self._num_open -= 1
 
     def _take(self) -> tuple[Output, ...]:
-        self._pending = False
+        self._pending = self.is_held = False
         outputs: list[Output] = []
         if self._started is not None:
             outputs.append(self._started)
@@ -183,5 +197,5 @@ class Stream:
 
     def _wake(self) -> None:
         """Something is pending."""
-        self._pending = True
+        self._pending, self.is_held = True, False
         self._news.set()
