@@ -54,6 +54,7 @@ class Limits:
     max_rows: int  # sequences decoded in one step
     max_chunk: int  # prompt tokens of one plan, over all its prefills
     max_steps: int  # decode steps of one plan
+    busy_steps: int = 1  # of them, while somebody waits for the next plan; several where a step is short
     split_tokens: int = PAGE_TOKENS  # the fixed length of an attention split, a multiple of PAGE_TOKENS
     active_pages_per_page: int = 0  # budget an active form takes per stored page; 0: the stored form is what is read
 

@@ -41,9 +41,12 @@ def compose(
     requests: Requests,
     limits: Limits,
     settings: SchedulerSettings,
-    someone_waits: bool,
+    is_busy: bool,
 ) -> None:
-    """Fill the draft.  Rows that become ready by it take part in the next one."""
+    """Fill the draft.  `is_busy`: somebody waits for the next plan, or is likely to.
+
+    Rows that become ready by it take part in the next one.
+    """
     starting, decoding = list(requests.starting.values()), list(requests.decoding.values())
     feeds = list(sequences.feeds.values())
     for row in starting:
@@ -58,9 +61,8 @@ def compose(
             sequences.fed(feed)
             requests.fed(feed.sequence.id)
     if decoding:
-        alone = not (someone_waits or starting or feeds)
-        most = min(limits.max_steps, settings.steps_per_plan) if alone else 1
-        num_steps = min(most, min(row.num_left for row in decoding))
+        most = limits.busy_steps if is_busy or starting or feeds else limits.max_steps
+        num_steps = min(most, settings.steps_per_plan, min(row.num_left for row in decoding))
         for row in decoding:
             draft.decode(row.sequence, num_steps)
             requests.stepped(row, num_steps)

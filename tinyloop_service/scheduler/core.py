@@ -38,6 +38,8 @@ from tinyloop_service.scheduler.sequences import Sequences
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.types import GenerationRequest, Load, PrefixState
 
+_BURST_NS = 2_000_000  # who came so lately is likely to be followed
+
 
 def _new_uid() -> str:
     return uuid.uuid4().hex
@@ -56,6 +58,7 @@ class Core:
         self._admission = Admission(self._sequences, self._prefixes, self._requests, settings)
         self.catalog = Catalog(limits, self._prefixes, self._admission)
         self._next_plan = 1
+        self._last_arrival_ns = -_BURST_NS
         self._lost_device = False
 
     # ---- generation
@@ -70,6 +73,7 @@ class Core:
         self._admission.check_queue()
         self._requests.submit(request)
         self._admission.add(request.order, request, now_ns)
+        self._last_arrival_ns = now_ns
         return request.order
 
     def cancel(self, request: int) -> None:
@@ -91,7 +95,8 @@ class Core:
         draft = Draft(self._sequences)
         self._refuse_impossible()  # first: they may hold up others
         self._admission.admit(draft, now_ns)
-        compose(draft, self._sequences, self._requests, self.limits, self._settings, bool(len(self._admission)))
+        is_busy = bool(len(self._admission)) or now_ns - self._last_arrival_ns < _BURST_NS
+        compose(draft, self._sequences, self._requests, self.limits, self._settings, is_busy)
         if draft.is_empty and not self._sequences.has_closing:
             return None
         plan = draft.build(self._next_plan)

@@ -36,6 +36,7 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)  # what a batch of decodin
 MAX_ROWS = 256  # of a plan, in batches of at most ROW_COUNTS[-1]
 MAX_CHUNK = 2048
 MAX_STEPS = 8
+BUSY_STEPS = 4  # about as long as it takes to plan, and to tell what came of it
 _KERNELS_PER_LINE = 20  # of progress
 _GRAPHS_PER_LINE = 16
 
@@ -177,6 +178,7 @@ def _limits(weights: ModelWeights, cache_mode: CacheMode, num_pages: int, max_ch
         max_rows=MAX_ROWS,
         max_chunk=max_chunk,
         max_steps=MAX_STEPS,
+        busy_steps=BUSY_STEPS,
         split_tokens=PAGE_TOKENS,
         active_pages_per_page=0,
     )
