@@ -90,14 +90,18 @@ def build_engine(
 def _cuda_engine(weights: ModelWeights, settings: EngineSettings, device: Device, progress: Progress) -> Engine:
     from tinyloop_service.engine.cuda import CudaEngine
 
-    return CudaEngine(
-        weights,
-        device=device,
-        kv_memory=settings.kv_memory,
-        cache_mode=settings.cache_mode,
-        debug=settings.debug,
-        progress=progress,
-    )
+    try:
+        return CudaEngine(
+            weights,
+            device=device,
+            kv_memory=settings.kv_memory,
+            cache_mode=settings.cache_mode,
+            debug=settings.debug,
+            progress=progress,
+        )
+    except BaseException:
+        device.close()  # or its compilers would finish all that they were asked for before this process may end
+        raise
 
 
 def _cpu_engine(weights: ModelWeights, settings: EngineSettings, progress: Progress) -> Engine:

@@ -76,6 +76,7 @@ def test_all_free_memory_is_taken_where_none_is_asked_for() -> None:
         ({"d_model": 96}, "d_model is 96; the CUDA kernels need a multiple of 64"),
         ({"d_ff": 192, "quant": Quant(4, 128)}, "d_model is 64; the CUDA kernels need a multiple of 128"),
         ({"n_heads": 17, "n_kv_heads": 1}, "17 heads of the model share"),
+        ({"vocab_size": 2**19}, "the model has 524288 tokens; the CUDA kernels need fewer than 524288"),
     ],
 )
 def test_models_that_the_kernels_cannot_run(changes: dict[str, Any], says: str) -> None:

@@ -16,7 +16,7 @@ from tinyloop_service.engine.cuda import DeviceUnavailable
 from tinyloop_service.engine.spec import SIZES
 from tinyloop_service.engine.tensors import Fp16Linear, Int4Linear, with_fp16_blocks
 from tinyloop_service.engine.weights import ModelWeights, random_model, write_model
-from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.errors import EngineFault, InvalidArgument
 from tinyloop_service.settings import EngineSettings
 
 SPEC = replace(SIZES["tiny"], d_model=128, head_dim=64, n_heads=2, n_kv_heads=2, d_ff=128, max_seq_len=128)
@@ -61,6 +61,27 @@ def test_a_gpu_is_taken(weights: ModelWeights, gpu: None, kind: str, why: str) -
     engine: Any = build_engine(weights, replace(SETTINGS, engine=kind, debug=True), progress=said.append)
     assert said == [f"engine: cuda on GPU of the test, {why}"]
     assert engine.weights is weights and engine.given["kv_memory"] == SETTINGS.kv_memory and engine.given["debug"]
+
+
+def test_a_gpu_whose_engine_cannot_be_made_is_let_go(weights: ModelWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    device = SimpleNamespace(name="GPU of the test", close=lambda: closed.append(True))
+    monkeypatch.setattr(cuda, "open_device", lambda *_: device)
+
+    def fail(*_: object, **__: object) -> None:
+        raise EngineFault("self-check: …")
+
+    monkeypatch.setattr(cuda, "CudaEngine", fail)
+    with pytest.raises(EngineFault, match="self-check"):
+        build_engine(weights, SETTINGS)
+    assert closed == [True]
+
+
+def test_a_model_that_the_kernels_cannot_run_is_the_reason_before_any_gpu(weights: ModelWeights) -> None:
+    said: list[str] = []
+    narrow = random_model(replace(SPEC, head_dim=32, n_heads=4, n_kv_heads=4))
+    assert build_engine(narrow, SETTINGS, progress=said.append).name == "cpu"
+    assert said[0] == "engine: cpu, because the model's head_dim is 32; the CUDA kernels have 64 and 128"
 
 
 def test_the_cpu_is_taken_where_it_is_asked_for(weights: ModelWeights, gpu: None) -> None:

@@ -21,7 +21,7 @@ MAX_ROWS = 64
 _SCAN_THREADS, _FINISH_THREADS = 256, 512
 _CHUNK, _GROUP = 2048, 32  # elements a block of the scan reads, and under one maximum
 _WEIGHT_BITS = 44
-_MAX_VOCAB = 2**19
+MAX_VOCAB = 2**19
 _RECORD = np.dtype(  # sample.cu: struct Record
     [
         ("seed", "<u8"),
@@ -49,8 +49,8 @@ class SamplerTables:
     """
 
     def __init__(self, device: Device, num_slots: int, vocab_size: int, max_rows: int = MAX_ROWS) -> None:
-        fits = vocab_size < _MAX_VOCAB
-        require("sample", fits, f"the vocabulary has {vocab_size} tokens, expected fewer than {_MAX_VOCAB}")
+        fits = vocab_size < MAX_VOCAB
+        require("sample", fits, f"the vocabulary has {vocab_size} tokens, expected fewer than {MAX_VOCAB}")
         self.device = device
         self.num_slots, self.vocab_size, self.max_rows = num_slots, vocab_size, max_rows
         self.num_chunks = -(-vocab_size // _CHUNK)

@@ -11,6 +11,7 @@ from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.kernels.availability import DeviceUnavailable, open_cupy_device
 from tinyloop_service.kernels.decode_attention import MOST_QUERIES_PER_KV
 from tinyloop_service.kernels.device import Device
+from tinyloop_service.kernels.sample import MAX_VOCAB
 
 HEAD_DIMS = (64, 128)
 MULTIPLE = 64  # of every linear's inputs, and of a group where that is larger
@@ -19,11 +20,10 @@ MULTIPLE = 64  # of every linear's inputs, and of a group where that is larger
 def open_device(spec: ModelSpec, precompiled: Path | None = None) -> Device:
     """The machine's GPU, where it can run this model; its kernels come from `precompiled` where they are there.
 
-    Raises DeviceUnavailable.
+    Raises DeviceUnavailable; before the GPU is touched, if it is for the model.
     """
-    device = open_cupy_device(precompiled=precompiled)
     check_spec(spec)
-    return device
+    return open_cupy_device(precompiled=precompiled)
 
 
 def check_spec(spec: ModelSpec) -> None:
@@ -35,6 +35,8 @@ def check_spec(spec: ModelSpec) -> None:
         raise DeviceUnavailable(
             f"{queries} heads of the model share keys and values; the CUDA kernels have at most {MOST_QUERIES_PER_KV}"
         )
+    if spec.vocab_size >= MAX_VOCAB:
+        raise DeviceUnavailable(f"the model has {spec.vocab_size} tokens; the CUDA kernels need fewer than {MAX_VOCAB}")
     multiple = max(MULTIPLE, spec.quant.group_size if spec.quant else 0)
     for name, size in (("d_model", spec.d_model), ("d_ff", spec.d_ff), ("n_heads · head_dim", spec.q_dim)):
         if size % multiple:
