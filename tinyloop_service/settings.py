@@ -17,6 +17,7 @@ from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.types import CacheMode
 
+MOST_PREFIXES = 2048  # in memory, of any engine: what the CUDA engine has tables for
 _PREFIX = "TINYLOOP_"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -43,7 +44,8 @@ class SchedulerSettings:
 
     def __post_init__(self) -> None:
         _require(self.max_queue >= 1, "max_queue", f"{self.max_queue} given, at least 1 expected")
-        _require(self.max_prefixes >= 1, "max_prefixes", f"{self.max_prefixes} given, at least 1 expected")
+        most = MOST_PREFIXES
+        _require(1 <= self.max_prefixes <= most, "max_prefixes", f"{self.max_prefixes} given, 1 to {most} expected")
         _require(0.0 <= self.pin_fraction <= 1.0, "pin_fraction", f"{self.pin_fraction} given, 0 to 1 expected")
         _require(0.0 < self.prefill_share <= 1.0, "prefill_share", f"{self.prefill_share} given, above 0 to 1 expected")
         _require(self.steps_per_plan >= 1, "steps_per_plan", f"{self.steps_per_plan} given, at least 1 expected")

@@ -12,11 +12,14 @@ from test_small_cases import PLAIN
 
 from tinyloop_service.engine.api import Extend, Open
 from tinyloop_service.engine.cuda.batch import Span, SplitTables, prompt_tables, prompt_tiles, tile_order
+from tinyloop_service.engine.cuda.engine import MAX_ROWS
+from tinyloop_service.engine.cuda.memory import MOST_SLOTS
 from tinyloop_service.engine.cuda.schedule import schedule_of
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
 from tinyloop_service.engine.cuda.staging import Staging
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
 from tinyloop_service.engine.spec import ModelSpec
+from tinyloop_service.settings import MOST_PREFIXES, SchedulerSettings
 
 
 class Chains:
@@ -226,3 +229,9 @@ def test_staged_tables_come_whole_however_large(first: int) -> None:
         staging.send()
         for section, table in zip(sections, tables, strict=True):
             assert np.array_equal(device.download(staging.there(section)), table)
+
+
+def test_there_are_tables_for_all_that_a_scheduler_may_open() -> None:
+    """Prefixes, rows, and what several rows of a request have in common."""
+    assert MOST_SLOTS >= MOST_PREFIXES + 2 * MAX_ROWS
+    SchedulerSettings(max_prefixes=MOST_PREFIXES)

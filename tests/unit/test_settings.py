@@ -85,6 +85,8 @@ def test_a_malformed_address_is_refused_even_with_the_flag(address: str) -> None
     "bad",
     [
         lambda: EngineSettings(engine="abacus"),
+        lambda: SchedulerSettings(max_prefixes=0),
+        lambda: SchedulerSettings(max_prefixes=2049),
         lambda: EngineSettings(kv_memory=0),
         lambda: EngineSettings(threads=0),
         lambda: EngineSettings(accuracy_level=2),
