@@ -76,17 +76,27 @@ class answering:
 class RefuseMalformed(grpc.aio.ServerInterceptor):
     """Answers bytes that are no valid request with INVALID_ARGUMENT; gRPC alone would call them INTERNAL."""
 
+    def __init__(self) -> None:
+        self._handlers: dict[str, Any] = {}  # by method
+
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
-            return handler
-        kind = "unary_stream" if handler.response_streaming else "unary_unary"
-        behaviour = _refusing(getattr(handler, kind), handler_call_details.method)
-        return handler._replace(**{"request_deserializer": _tolerant(handler.request_deserializer), kind: behaviour})
+        method = handler_call_details.method
+        if method not in self._handlers:
+            handler = await continuation(handler_call_details)
+            if handler is None or handler.request_streaming or handler.request_deserializer is None:
+                return handler
+            self._handlers[method] = _refusing_malformed(handler, method)
+        return self._handlers[method]
 
 
 class _Malformed:
     """Stands for a request that could not be parsed."""
+
+
+def _refusing_malformed(handler: Any, method: str) -> Any:
+    kind = "unary_stream" if handler.response_streaming else "unary_unary"
+    behaviour = _refusing(getattr(handler, kind), method)
+    return handler._replace(**{"request_deserializer": _tolerant(handler.request_deserializer), kind: behaviour})
 
 
 def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
