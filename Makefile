@@ -64,7 +64,7 @@ sanitize-gpu: $(GPU_READY)
 	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) sanitize
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build tests/emulation/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tinyloop_service tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

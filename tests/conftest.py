@@ -1,14 +1,34 @@
-"""Before anything else is imported: the threads of the test process.
+"""Before anything else is imported: the threads of the test process.  And: is there a GPU for tests that need one?
 
 ONNX Runtime's pool keeps its threads spinning for a while after a run.  NumPy's own pool would fight with it for the
 cores, and the NumPy reference of the engine tests take ten times as long; so NumPy gets one thread.  The engine gets
 two, which it would not take by itself for models as small as the tests': bits must not depend on threads either.
 """
 
+import functools
 import os
+
+import pytest
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from tinyloop_service.engine.cpu.runtime import use_threads
+from tinyloop_service.kernels.availability import DeviceUnavailable, open_cupy_device
 
 use_threads(2)
+
+
+@functools.cache
+def why_no_gpu() -> str:
+    """Empty: there is one."""
+    try:
+        open_cupy_device().close()
+    except DeviceUnavailable as error:
+        return str(error)
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture: `-m gpu` on a machine without a GPU skips, and says why."""
+    if item.get_closest_marker("gpu") and why_no_gpu():
+        pytest.skip(f"no GPU: {why_no_gpu()}")

@@ -69,8 +69,7 @@ def make_engine(kind: Kind, weights: ModelWeights, *, kv_memory: int = 256 << 20
     from tinyloop_service.engine.cuda import CudaEngine
 
     few = {"row_counts": (1, 8), "max_chunk": 256} if kind == "emulated" else {}
-    device = _device(kind, weights.spec)
-    return CudaEngine(weights, device=device, kv_memory=kv_memory, debug=True, **(few | options))
+    return CudaEngine(weights, device=_device(kind, weights.spec), kv_memory=kv_memory, debug=True, **(few | options))
 
 
 def _device(kind: Kind, spec: ModelSpec) -> Any:
@@ -78,9 +77,6 @@ def _device(kind: Kind, spec: ModelSpec) -> Any:
         from emulation.device import EmulatedDevice
 
         return EmulatedDevice()
-    from tinyloop_service.engine.cuda import DeviceUnavailable, open_device
+    from tinyloop_service.engine.cuda import open_device
 
-    try:
-        return open_device(spec)
-    except DeviceUnavailable as error:
-        pytest.skip(str(error))
+    return open_device(spec)
