@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from cuda.pathfinder import DynamicLibNotFoundError
 
-from tinyloop_service.kernels import cublas
+from tinyloop_service.kernels import availability, cublas
 from tinyloop_service.kernels.availability import DeviceUnavailable, open_cupy_device
+from tinyloop_service.kernels.build import KernelBuildError
 
 
 class CUDARuntimeError(RuntimeError):
@@ -54,6 +56,27 @@ def test_without_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, f"tinyloop_service.kernels.{name}", raising=False)
     with pytest.raises(DeviceUnavailable, match="cuda-bindings are not installed"):
         open_cupy_device()
+
+
+@pytest.mark.parametrize("precompiled", [None, Path("/kernels")])
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, precompiled: Path | None) -> None:
+    """It may be missing where kernels are brought along."""
+
+    def refuse() -> None:
+        raise KernelBuildError("kernels cannot be compiled, NVRTC is not there")
+
+    opened: list[Path | None] = []
+    module = ModuleType("cupy_device")
+    module.CupyDevice = lambda _, **given: opened.append(given["precompiled"])  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
+    monkeypatch.setitem(sys.modules, "tinyloop_service.kernels.cupy_device", module)
+    monkeypatch.setattr(availability, "nvrtc_version", refuse)
+    if precompiled is None:
+        with pytest.raises(DeviceUnavailable, match="NVRTC is not there"):
+            open_cupy_device()
+    else:
+        open_cupy_device(precompiled=precompiled)
+    assert opened == ([] if precompiled is None else [precompiled])
 
 
 @pytest.mark.parametrize("error", [DynamicLibNotFoundError("libcublas.so.13"), OSError("cannot open shared object")])

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyloop_service.kernels.build import KERNELS
+from tinyloop_service.kernels.build import KERNELS, KernelBuildError, nvrtc_version
 
 if TYPE_CHECKING:
     from tinyloop_service.kernels.cupy_device import CupyDevice
@@ -32,6 +32,8 @@ def open_cupy_device(
         from tinyloop_service.kernels.cupy_device import CupyDevice
     except ImportError as error:
         raise DeviceUnavailable(f"cuda-bindings are not installed ({error}): {INSTALL}") from None
+    if precompiled is None:
+        _check_compiler()
     return CupyDevice(ordinal, sources=sources, cache=cache, precompiled=precompiled)
 
 
@@ -47,6 +49,13 @@ def _import_cupy() -> Any:
     except ImportError as error:
         raise DeviceUnavailable(f"CuPy is not installed ({error}): {INSTALL}") from None
     return cupy
+
+
+def _check_compiler() -> None:
+    try:
+        nvrtc_version()
+    except KernelBuildError as error:
+        raise DeviceUnavailable(str(error)) from None
 
 
 def _check_gpu(cupy: Any, ordinal: int) -> None:

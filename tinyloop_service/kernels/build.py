@@ -66,7 +66,7 @@ class KernelBuilder:
         return path if path.is_file() else None
 
     def _cached(self, stem: str, defines: Mapping[str, int]) -> Path:
-        return self._cache / f"nvrtc-{'.'.join(map(str, _nvrtc_version()))}" / self._name(stem, defines)
+        return self._cache / f"nvrtc-{'.'.join(map(str, nvrtc_version()))}" / self._name(stem, defines)
 
     def compile(self, stem: str, defines: Mapping[str, int]) -> bytes:
         """The cubin itself, made now."""
@@ -113,7 +113,7 @@ def _known(arch: str) -> str:
     numbers = _checked(_nvrtc().nvrtcGetSupportedArchs())
     older = [n for n in numbers if n // 10 == generation and n % 10 <= minor]
     if not older:
-        version = ".".join(map(str, _nvrtc_version()))
+        version = ".".join(map(str, nvrtc_version()))
         raise KernelBuildError(f"NVRTC {version} does not compile for {arch}: a newer one is needed")
     return arch if max(older) % 10 == minor else f"sm_{max(older)}"
 
@@ -161,7 +161,8 @@ def _nvrtc() -> Any:
 
 
 @functools.cache
-def _nvrtc_version() -> tuple[int, int]:
+def nvrtc_version() -> tuple[int, int]:
+    """Raises KernelBuildError where there is no NVRTC."""
     status, major, minor = _nvrtc().nvrtcVersion()
     _checked((status,))
     return major, minor
