@@ -8,7 +8,7 @@ import pytest
 from rpc_harness import BOS, Served, byte_tokenizer, collect, expected_tokens, ids, serving
 
 from tinyloop_service.client.calls import Call
-from tinyloop_service.client.wire import read_output
+from tinyloop_service.client.wire import read_output, read_outputs
 from tinyloop_service.completion import CompletionBuilder
 from tinyloop_service.engine.api import Open
 from tinyloop_service.engine.fake import FakeEngine
@@ -106,6 +106,24 @@ async def test_choices_differ_are_reproducible_and_choice_0_is_the_single_reques
     assert len({c.token_ids for c in three.choices}) == 3
     assert three.token_ids == single.token_ids and three.seed == 2**64 - 1
     assert three.usage.completion_tokens == 24 and three.usage.prompt_tokens == 99
+
+
+async def test_packed_messages_hold_what_single_ones_do(served: Served) -> None:
+    request = g.GenerateRequest(input=ids(1, 2), max_tokens=6, ignore_eos=True, sampling=g.Sampling(temperature=1.0))
+    request.seed = 3
+    single = await collect(served.generation.Generate(request))
+    request.packed = True
+    packed = await collect(served.generation.Generate(request))
+    assert packed[0].WhichOneof("output") == "started"
+    assert packed[-1].further[-1].WhichOneof("output") == "completed", "it comes with the last tokens"
+    assert not any(message.further for message in single)
+    several = [[output for message in packed for output in read_outputs(message)], [read_output(m) for m in single]]
+    completions = []
+    for outputs in several:
+        builder = CompletionBuilder()
+        builder.add(outputs)
+        completions.append(builder.completion())
+    assert completions[0].token_ids == completions[1].token_ids and len(completions[0].token_ids) == 6
 
 
 async def test_a_random_seed_is_chosen_and_returned(served: Served) -> None:

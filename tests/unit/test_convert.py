@@ -72,6 +72,16 @@ def test_outputs_survive_the_wire_bit_by_bit(output: Output) -> None:
     assert wire.read_output(message) == output
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_several_outputs_are_one_message_only_if_they_may_be_packed(packed: bool) -> None:
+    messages = [
+        g.GenerateResponse.FromString(message.SerializeToString())
+        for message in convert.write_outputs(OUTPUTS, "r", packed=packed)
+    ]
+    assert len(messages) == (1 if packed else len(OUTPUTS))
+    assert [output for message in messages for output in wire.read_outputs(message)] == OUTPUTS
+
+
 def test_a_completion_survives_the_wire() -> None:
     builder = CompletionBuilder()
     builder.add(OUTPUTS)

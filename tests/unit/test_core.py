@@ -151,6 +151,14 @@ def test_one_step_at_a_time_while_somebody_waits() -> None:
     assert [plan.num_steps for plan in driver.plans if plan.decode] == [1, 1, 1, 3]
 
 
+def test_an_engine_of_short_steps_takes_several_while_somebody_waits() -> None:
+    driver = Driver(dataclasses.replace(SMALL, max_rows=1, busy_steps=2))
+    driver.submit(GenerationRequest((1, 2), 6))
+    driver.submit(GenerationRequest((1, 2), 6))
+    driver.run()
+    assert [plan.num_steps for plan in driver.plans if plan.decode] == [2, 2, 1, 4, 1]
+
+
 def test_rows_never_exceed_the_engine() -> None:
     driver = Driver(dataclasses.replace(SMALL, max_rows=5))
     for i in range(6):

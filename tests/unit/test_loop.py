@@ -291,6 +291,32 @@ async def test_ten_thousand_cancelled_streams_leave_no_memory() -> None:
         assert load.pages_free + load.pages_prefixes == load.pages_total
 
 
+async def test_tokens_between_the_first_and_the_last_wait_for_each_other() -> None:
+    async with running(settings=SchedulerSettings(stream_interval_ns=3600 * 10**9)) as scheduler:
+        messages = await collect(scheduler.generate(GenerationRequest((1, 2), 30)))
+    assert [[type(output) for output in outputs] for outputs in messages] == [[Started, Delta], [Delta, Completed]]
+    assert ids(messages) == expected_tokens([((1, 2), 0)], 30, Sampling(), 1, WIDE)
+
+
+async def test_tokens_do_not_wait_for_an_engine_that_stands_still() -> None:
+    may_go_on = threading.Event()
+
+    def stand_still(plan: Plan) -> None:
+        if plan.number == 3:
+            may_go_on.wait()
+
+    async with (
+        running(fault=stand_still, settings=SchedulerSettings(plans_in_flight=1)) as scheduler,
+        scheduler.generate(GenerationRequest((1, 2), 30)) as stream,
+    ):
+        shown = []
+        while len(ids(shown)) < 2:  # plans 1 and 2 gave that many or more
+            shown.append(await anext(stream))
+        may_go_on.set()
+        shown += [outputs async for outputs in stream]
+    assert ids(shown) == expected_tokens([((1, 2), 0)], 30, Sampling(), 1, WIDE)
+
+
 async def test_id_stops_cut_and_free_the_row() -> None:
     """The stop is the 5th and 6th token of what the request gives without it."""
     plain = expected_tokens([((1, 2), 0)], 60, Sampling(), 1, WIDE)
