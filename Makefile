@@ -40,7 +40,7 @@ serve: $(RUN_READY)
 	@$(BIN)/tinyloop serve
 
 test: $(DEV_READY)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 check: lint test
 

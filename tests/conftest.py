@@ -2,7 +2,8 @@
 
 ONNX Runtime's pool keeps its threads spinning for a while after a run.  NumPy's own pool would fight with it for the
 cores, and the NumPy reference of the engine tests take ten times as long; so NumPy gets one thread.  The engine gets
-two, which it would not take by itself for models as small as the tests': bits must not depend on threads either.
+two, which it would not take by itself for models as small as the tests', but one where two test processes run side by
+side; that bits do not depend on threads has a test of its own.
 """
 
 import functools
@@ -15,7 +16,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from tinyloop_service.engine.cpu.runtime import use_threads
 from tinyloop_service.kernels.availability import DeviceUnavailable, open_cupy_device
 
-use_threads(2)
+use_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
 @functools.cache

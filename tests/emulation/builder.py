@@ -8,6 +8,7 @@ under a digest of everything that goes in.  Needs g++ 12 or newer; refuses nothi
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -89,11 +90,13 @@ def build(source: Path, defines: Mapping[str, int] | None = None) -> Path:
     """The shared library of `source`, compiled now or before."""
     options = [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
     target = BUILD / f"{source.stem}-{_digest(source, options)}.so"
-    if not target.exists():
-        BUILD.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=BUILD) as directory:
-            unfinished = _compile(source, options, Path(directory))
-            unfinished.replace(target)  # whole or not at all: two test runs may build the same file
+    BUILD.mkdir(exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two test processes may want the same file: one of them builds it
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=BUILD) as directory:
+                unfinished = _compile(source, options, Path(directory))
+                unfinished.replace(target)  # whole or not at all
     return target
 
 
