@@ -27,6 +27,7 @@
 #include "fold_row.cuh"
 #include "held.cuh"
 #include "qkv.cuh"
+#include "stores.cuh"
 
 #define QKV 0
 #define GATE_UP 1
@@ -124,12 +125,6 @@ DEVICE void matmul(const Product& p, const Fold& fold, unsigned char* shared, Ep
   else matmul_in_rings(p, fold, shared, epilogue);
 }
 
-struct NothingToPrepare {
-  DEVICE void load() {}
-  DEVICE void prepare() {}
-  DEVICE void finish() {}
-};
-
 #if TL_EPILOGUE == QKV
 // position   int32 [rows], −1: a padding row, which stores nothing
 // row_slot   int32 [rows]              tables  int32 [slots][max_layers][max_blocks], page ids
@@ -157,16 +152,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #endif
 
 #if TL_EPILOGUE == GATE_UP
-struct StoreChannels : NothingToPrepare {
-  u16* h;
-  int width;
-
-  DEVICE void store(int tile, int g, int row, float gate, float up) {
-    const float silu = gate / (1.0f + exp2_fast(gate * -1.44269504f));  // far below zero: −x / inf = −0
-    h[static_cast<long long>(row) * width + tile * 8 + g] = float_to_half(silu * up);
-  }
-};
-
 // h  half [rows][num_tiles·8]
 extern "C" __global__ void __launch_bounds__(kThreads)
     linear_gate_up(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
@@ -180,17 +165,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   matmul(p, fold, shared, StoreChannels{{}, h, num_tiles * 8});
 }
 #endif
-
-struct StoreSums : NothingToPrepare {
-  float* to;  // [rows][width]
-  int width;
-
-  DEVICE void store(int tile, int g, int row, float low, float high) {
-    float* at = to + static_cast<long long>(row) * width + tile * kTileRows + g;
-    at[0] = low;
-    at[8] = high;
-  }
-};
 
 #if TL_EPILOGUE == PARTIALS
 // partials  float [gridDim.y][rows][num_tiles·16]

@@ -18,6 +18,7 @@
 // Accumulators and epilogues are fp32; q, K, V and h are rounded once, as they are stored.
 // Bytes: the weights once; x (rows · num_inputs / gridDim.y halves) by every block, out of L2.
 #include "heads.cuh"
+#include "stores.cuh"
 #include "wide.cuh"
 
 #define QKV 0
@@ -27,12 +28,6 @@
 #ifndef TL_EPILOGUE
 #define TL_EPILOGUE PARTIALS
 #endif
-
-struct NothingToPrepare {
-  DEVICE void load(int) {}
-  DEVICE void prepare() {}
-  DEVICE void finish() {}
-};
 
 #if TL_EPILOGUE == QKV
 // Of each of this lane's rows, in shared memory, [row][what][thread]: looked up while the product runs.
@@ -109,16 +104,6 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
 #endif
 
 #if TL_EPILOGUE == GATE_UP
-struct StoreChannels : NothingToPrepare {
-  u16* h;
-  int width;
-
-  DEVICE void store(int tile, int g, int row, float gate, float up) {
-    const float silu = gate / (1.0f + exp2_fast(gate * -1.44269504f));  // far below zero: −x / inf = −0
-    h[static_cast<long long>(row) * width + tile * 8 + g] = float_to_half(silu * up);
-  }
-};
-
 // h  half [rows][num_tiles·8]
 extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads, 1)
     linear_gate_up(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
@@ -128,17 +113,6 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
   multiply_wide({weights, scales, x, rows, num_tiles, num_inputs, keep != 0}, shared, epilogue);
 }
 #endif
-
-struct StoreSums : NothingToPrepare {
-  float* to;  // [rows][width]
-  int width;
-
-  DEVICE void store(int tile, int g, int row, float low, float high) {
-    float* at = to + static_cast<long long>(row) * width + tile * kTileRows + g;
-    at[0] = low;
-    at[8] = high;
-  }
-};
 
 #if TL_EPILOGUE == PARTIALS
 // partials  float [gridDim.y / cluster][rows][num_tiles·16]

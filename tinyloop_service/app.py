@@ -16,7 +16,6 @@ step that cannot be interrupted does not keep it.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 _CLOSE_S = 60.0  # for the step in flight; an engine that takes longer is left behind
-_SWITCH_S = 0.0005  # the engine's thread launches in many short turns; the event loop has much to do between them
 _FLUSH_S = 2.0  # for the last messages of finished requests to leave
 _log = structlog.get_logger("tinyloop.app")
 
@@ -292,14 +290,7 @@ async def _close(scheduler: Scheduler) -> None:
 
 def run_process(app: App, on_ready: Callable[[App], None]) -> NoReturn:
     """`App.run`, and then the end of this process with its status."""
-    sys.setswitchinterval(_SWITCH_S)
-
-    def settled(app: App) -> None:
-        gc.collect()
-        gc.freeze()  # what was loaded stays; a collection of all of it would hold up every stream
-        on_ready(app)
-
-    status = asyncio.run(app.run(settled))
+    status = asyncio.run(app.run(on_ready))
     if app.still_computes:  # the interpreter would wait for the thread, or abort under its feet
         sys.stdout.flush()
         sys.stderr.flush()

@@ -20,6 +20,7 @@ from tinyloop_service.engine.cpu.prefill import Chunk, PrefillRun
 from tinyloop_service.engine.cpu.runtime import Array, use_threads
 from tinyloop_service.engine.cpu.sampling import RowSampler, sample
 from tinyloop_service.engine.cpu.sequences import Sequence, SequenceTable
+from tinyloop_service.engine.limits import limits_of
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.errors import EngineFault, InvalidArgument
@@ -272,16 +273,8 @@ def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode) -> Lim
     if num_pages < least:
         need = least * page_bytes(spec)
         raise InvalidArgument("kv_memory", f"{kv_memory} bytes given; {PAGE_TOKENS} tokens alone take {need}")
-    return Limits(
-        model_id=weights.model_id,
-        vocab_size=spec.vocab_size,
-        default_loops=spec.default_loops,
-        max_loops=spec.max_loops,
-        max_seq_len=spec.max_seq_len,
-        pre_blocks=spec.pre_blocks,
-        loop_blocks=spec.loop_blocks,
-        post_blocks=spec.post_blocks,
-        eos_token_ids=spec.eos_token_ids,
+    return limits_of(
+        weights,
         cache_mode=cache_mode,
         num_pages=num_pages,
         page_bytes=page_bytes(spec),

@@ -25,7 +25,7 @@ from tinyloop_service.engine.cuda.selfcheck import check_products, check_rows
 from tinyloop_service.engine.cuda.sequences import SequenceTable
 from tinyloop_service.engine.cuda.weights import load_weights, weight_bytes
 from tinyloop_service.engine.cuda.work import Planner
-from tinyloop_service.engine.spec import ModelSpec
+from tinyloop_service.engine.limits import limits_of
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.errors import EngineFault, InvalidArgument
 from tinyloop_service.kernels.device import Device
@@ -161,20 +161,11 @@ class CudaEngine:
 
 
 def _limits(weights: ModelWeights, cache_mode: CacheMode, num_pages: int, max_chunk: int) -> Limits:
-    spec: ModelSpec = weights.spec
-    return Limits(
-        model_id=weights.model_id,
-        vocab_size=spec.vocab_size,
-        default_loops=spec.default_loops,
-        max_loops=spec.max_loops,
-        max_seq_len=spec.max_seq_len,
-        pre_blocks=spec.pre_blocks,
-        loop_blocks=spec.loop_blocks,
-        post_blocks=spec.post_blocks,
-        eos_token_ids=spec.eos_token_ids,
+    return limits_of(
+        weights,
         cache_mode=cache_mode,
         num_pages=num_pages,
-        page_bytes=page_bytes(spec),
+        page_bytes=page_bytes(weights.spec),
         max_rows=MAX_ROWS,
         max_chunk=max_chunk,
         max_steps=MAX_STEPS,
