@@ -14,7 +14,8 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from tinyloop_service.engine.cpu.runtime import use_threads
-from tinyloop_service.kernels.availability import DeviceUnavailable, open_cupy_device
+from tinyloop_service.kernels.availability import open_cupy_device
+from tinyloop_service.kernels.unavailable import DeviceUnavailable
 
 use_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 

@@ -10,8 +10,9 @@ import pytest
 from cuda.pathfinder import DynamicLibNotFoundError
 
 from tinyloop_service.kernels import availability, cublas
-from tinyloop_service.kernels.availability import DeviceUnavailable, open_cupy_device
+from tinyloop_service.kernels.availability import open_cupy_device
 from tinyloop_service.kernels.build import KernelBuildError
+from tinyloop_service.kernels.unavailable import DeviceUnavailable
 
 
 class CUDARuntimeError(RuntimeError):

@@ -1,1 +1,1 @@
-"""Engines: one seam (`api`), a fake, the NumPy reference, and the CPU engine."""
+"""Engines: one seam (`api`), a fake, the NumPy reference, and two engines: `cpu` and `cuda`."""

@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyloop_service.kernels.build import KERNELS, KernelBuildError, nvrtc_version
+from tinyloop_service.kernels.unavailable import INSTALL, DeviceUnavailable
 
 if TYPE_CHECKING:
     from tinyloop_service.kernels.cupy_device import CupyDevice
 
 OLDEST = (8, 0)  # compute capability
-INSTALL = "pip install 'tinyloop-service[cuda13]', or [cuda12] for a driver before 580"
-
-
-class DeviceUnavailable(Exception):
-    """Why not, and the way out; completes a sentence such as "cuda was asked for, but …"."""
 
 
 def open_cupy_device(

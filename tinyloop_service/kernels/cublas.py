@@ -14,7 +14,7 @@ from typing import Any
 from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
 from tinyloop_service.errors import DeviceLost, EngineFault
-from tinyloop_service.kernels.availability import INSTALL, DeviceUnavailable
+from tinyloop_service.kernels.unavailable import INSTALL, DeviceUnavailable
 
 _TRANSPOSE, _NO_TRANSPOSE = 1, 0
 _R_16F, _R_32F = 2, 0  # cudaDataType

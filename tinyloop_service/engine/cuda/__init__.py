@@ -2,6 +2,7 @@
 
 from tinyloop_service.engine.cuda.engine import CudaEngine
 from tinyloop_service.engine.cuda.probe import open_device
-from tinyloop_service.kernels.availability import DeviceUnavailable, wake_driver
+from tinyloop_service.kernels.availability import wake_driver
+from tinyloop_service.kernels.unavailable import DeviceUnavailable
 
 __all__ = ["CudaEngine", "DeviceUnavailable", "open_device", "wake_driver"]

@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tinyloop_service.engine.spec import ModelSpec
-from tinyloop_service.kernels.availability import DeviceUnavailable, open_cupy_device
+from tinyloop_service.kernels.availability import open_cupy_device
 from tinyloop_service.kernels.decode_attention import MOST_QUERIES_PER_KV
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.sample import MAX_VOCAB
+from tinyloop_service.kernels.unavailable import DeviceUnavailable
 
 HEAD_DIMS = (64, 128)
 MULTIPLE = 64  # of every linear's inputs, and of a group where that is larger
