@@ -241,3 +241,16 @@ class Driver:
     def _new_uid(self) -> str:
         self._num_uids += 1
         return f"uid{self._num_uids}"
+
+
+def names(driver: Driver, tenant: str = "") -> list[str | None]:
+    return [info.name for info in driver.core.catalog.named(tenant, driver.now_ns)]
+
+
+def delete(driver: Driver, name: str) -> None:
+    driver.core.catalog.delete("", name, None, driver.now_ns)
+
+
+def builds(driver: Driver) -> int:
+    """How many builds the engine has been asked for."""
+    return sum(opened.sampling is None for plan in driver.plans for opened in plan.open)
