@@ -86,5 +86,5 @@ $(DEV_READY): pyproject.toml | $(BIN)/python
 
 $(GPU_READY): pyproject.toml | $(BIN)/python
 	@echo "Installing TinyLoop, pytest and CuPy for CUDA $(CUDA) into $(VENV) (once; some minutes) ..."
-	@$(PIP) install --editable '.[cuda$(CUDA)]' hypothesis pytest pytest-asyncio pytest-timeout
+	@$(PIP) install --editable '.[cuda$(CUDA)]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $(RUN_READY) $@

@@ -1,23 +1,29 @@
 #!/usr/bin/env bash
-# compute-sanitizer over the smallest cases of the kernels and of the engine: memcheck, then racecheck.
+# compute-sanitizer over the small cases of the engine and of every kernel: memcheck and racecheck.
 #
-#     tests/gpu/sanitize.sh FOLDER                logs: FOLDER/memcheck.log, FOLDER/racecheck.log
+#     tests/gpu/sanitize.sh FOLDER                logs: FOLDER/memcheck-<test file>.log, FOLDER/racecheck-<test file>.log
 #
-# PYTHON as in session.sh.  SANITIZE_SECONDS (240): the limit of each tool.  The status is the number of tools that found
-# something, failed or ran out of time.
+# PYTHON as in session.sh.  A process a tool and test file, SANITIZE_JOBS (half the cores) at once, each at most
+# SANITIZE_SECONDS (400).  The status is 0 if every one ended, had cases that passed, and found nothing.
 set -u
 cd "$(dirname "$0")/../.."
 
-python=${PYTHON:-python3}
 folder=$(realpath -m "${1:?usage: tests/gpu/sanitize.sh FOLDER}")
 mkdir -p "$folder"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-failed=0
-for tool in memcheck racecheck; do
-    status=0
-    timeout --kill-after=10 "${SANITIZE_SECONDS:-240}" compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 99 \
-        "$python" tests/gpu/sanitized_cases.py >"$folder/$tool.log" 2>&1 || status=$?
-    [[ $status == 0 ]] || failed=$((failed + 1))
-    echo "$tool: status $status, $(grep -E 'SUMMARY' "$folder/$tool.log" | tail -n 1)"
-done
-exit "$failed"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHON=${PYTHON:-python3} SANITIZE_SECONDS=${SANITIZE_SECONDS:-400} folder
+
+# sanitize TOOL FILE
+sanitize() {
+    local log status=0 began=$SECONDS
+    log=$folder/$1-$(basename "$2" .py).log
+    timeout --kill-after=10 "$SANITIZE_SECONDS" compute-sanitizer --tool "$1" --report-api-errors no --error-exitcode 99 \
+        "$PYTHON" tests/gpu/sanitized_cases.py "$2" >"$log" 2>&1 || status=$?
+    printf '%-10s %-42s status %3d  %4d s  %s; %s\n' "$1" "$2" "$status" $((SECONDS - began)) \
+        "$(grep -E ' (passed|failed|error)' "$log" | tail -n 1)" "$(grep -E 'SUMMARY' "$log" | tail -n 1 | sed 's/^=* *//')"
+    return "$status"
+}
+export -f sanitize
+
+mapfile -t files < <(grep -lE 'device|probe|kind' tests/engine/test_small_cases.py tests/kernels/test_*.py)
+for tool in racecheck memcheck; do printf "$tool %s\n" "${files[@]}"; done |
+    xargs -P "${SANITIZE_JOBS:-$((($(nproc) + 1) / 2))}" -L 1 bash -c 'sanitize "$0" "$1"' && echo "all clean"

@@ -4,9 +4,9 @@
 #     tests/gpu/session.sh FOLDER [PART ...]      all parts but the sanitizer, or those that are named:
 #     kernels engine bench-kernels bench-prefix sanitize
 #
-# PYTHON (python3): an interpreter that has TinyLoop's dependencies, pytest and CuPy; TinyLoop itself need not be
-# installed.  Every part has a time limit; one that fails or runs out of time does not stop the next.  The status is the
-# number of parts that failed.
+# PYTHON (python3): an interpreter that has TinyLoop's dependencies, pytest with pytest-xdist, and CuPy; TinyLoop itself
+# need not be installed.  GPU_TEST_JOBS (4): test processes side by side.  Every part has a time limit; one that fails or
+# runs out of time does not stop the next.  The status is the number of parts that failed.
 set -u
 cd "$(dirname "$0")/../.."
 
@@ -29,7 +29,7 @@ part() {
         tee -a "$folder/summary.txt"
 }
 
-pytest=("$python" -m pytest -q -m gpu -p no:cacheprovider --durations=10)
+pytest=("$python" -m pytest -q -m gpu -p no:cacheprovider -n "${GPU_TEST_JOBS:-4}" --durations=10)
 : >"$folder/summary.txt"
 for name in "${parts[@]}"; do
     case $name in
@@ -40,12 +40,12 @@ for name in "${parts[@]}"; do
             part "$name" 200 "$python" tests/bench_prefix_cache.py --engine cuda --max-no-cache 50 \
                 --out "$folder/bench_prefix_cache.json"
             ;;
-        sanitize) part "$name" 500 tests/gpu/sanitize.sh "$folder" ;;
+        sanitize) part "$name" 900 tests/gpu/sanitize.sh "$folder" ;;
         *) echo "no part is named $name" >&2 && failed=$((failed + 1)) ;;
     esac
 done
 
-for name in bench-kernels bench-prefix; do
+for name in bench-kernels bench-prefix sanitize; do
     [[ ! -f $folder/$name.log ]] || { echo && cat "$folder/$name.log"; }
 done
 echo && cat "$folder/summary.txt"
