@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
@@ -183,7 +184,7 @@ def model_file(name: str, folder: Path) -> Path:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All that is asked for; prints as it goes."""
+    """All that is asked for, printed."""
     model = model_file(args.model, folder)
     spec = read_model(model).spec
     workload = Workload(
@@ -205,11 +206,11 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         }
         for each in workloads if "process" in args.places else []:
             new, report = in_process(model, body, each, variables)
-            lines += new
+            lines += told(new)
             reports.append({"body": body, **report})
         if "grpc" in args.places:
             new, starts[body] = asyncio.run(through_grpc(model, body, spec, workloads, variables))
-            lines += new
+            lines += told(new)
     print_lines(lines, reports, starts, args)
     return {
         "machine": describe_machine(),
@@ -221,6 +222,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "reports": reports,
         "starts": {body: asdict(start) for body, start in starts.items()},
     }
+
+
+def told(lines: list[Line]) -> list[Line]:
+    """The lines, printed to stderr as they come: a run that is cut short has shown what it had."""
+    for line in lines:
+        print("; ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, line.cells(), strict=True)), file=sys.stderr)
+    return lines
 
 
 def print_lines(
