@@ -1,8 +1,8 @@
 """Settings: a few frozen objects with their defaults, each refused when it makes no sense.
 
 Nobody else reads the environment: `Settings.from_environment(os.environ)` takes every field from the variable
-TINYLOOP_<FIELD>, for example TINYLOOP_KV_MEMORY=2GiB.  Times are nanoseconds (`_ns`) or seconds (`_s`), sizes are
-bytes, shares are fractions of one.
+TINYLOOP_<FIELD>, for example TINYLOOP_KV_MEMORY=2GiB; three switches may say the cache mode in place of its variable.
+Times are nanoseconds (`_ns`) or seconds (`_s`), sizes are bytes, shares are fractions of one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ from tinyloop_service.types import CacheMode
 MOST_PREFIXES = 2048  # in memory, of any engine: what the CUDA engine has tables for
 _PREFIX = "TINYLOOP_"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_CACHE_MODE = "TINYLOOP_CACHE_MODE"
+_KV_INT8, _KV_H_MODE, _KV_INT4 = _CACHE_SWITCHES = ("TINYLOOP_KV_INT8", "TINYLOOP_KV_H_MODE", "TINYLOOP_KV_INT4")
+_MODES_OF_SWITCHES = {  # which of them are on → the mode they mean; other sets contradict themselves
+    frozenset({_KV_INT8}): CacheMode.INT8,
+    frozenset({_KV_H_MODE}): CacheMode.H_FP16,
+    frozenset({_KV_H_MODE, _KV_INT8}): CacheMode.H_INT8,
+    frozenset({_KV_H_MODE, _KV_INT4}): CacheMode.H_INT4,
+}
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -152,8 +160,29 @@ class Settings:
         Other variables of the prefix are left alone: Kubernetes makes some for a Service named tinyloop.
         Raises InvalidArgument that names the variable.
         """
+        environment = _with_cache_mode(environment)
         groups = {part.name: get_type_hints(cls)[part.name] for part in fields(cls)}
         return cls(**{name: _read_group(group, environment) for name, group in groups.items()})
+
+
+def _with_cache_mode(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """`environment` with TINYLOOP_CACHE_MODE as the switches mean it.  Raises InvalidArgument for a contradiction."""
+    given = {name: raw for name in _CACHE_SWITCHES if (raw := environment.get(name, "").strip())}
+    on = [name for name, raw in given.items() if _parse(raw, bool, name)]
+    if not on:
+        return environment
+    if _KV_INT8 in on and _KV_INT4 in on:
+        raise InvalidArgument(_KV_INT4, f"{_KV_INT8} and {_KV_INT4} are both on; leave one of them out")
+    mode = _MODES_OF_SWITCHES.get(frozenset(on))
+    if mode is None:
+        raise InvalidArgument(_KV_INT4, f"on without {_KV_H_MODE}; only h is stored in four bits: set both, or neither")
+    named = environment.get(_CACHE_MODE, "").strip()
+    if named and named != mode.value:
+        switches = " and ".join(on)
+        raise InvalidArgument(
+            _CACHE_MODE, f"{named!r} given (--cache-mode), but {switches} on means {mode.value}; leave one of them out"
+        )
+    return {**environment, _CACHE_MODE: mode.value}
 
 
 def _read_group(group: type[Any], environment: Mapping[str, str]) -> Any:

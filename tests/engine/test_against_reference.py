@@ -27,7 +27,7 @@ from engines import Kind, ReadableEngine, engine_of, fitted, make_engine, weight
 
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.engine.spec import SIZES, ModelSpec, Quant
-from tinyloop_service.types import Sampling
+from tinyloop_service.types import CacheMode, Sampling
 
 BASE = replace(
     SIZES["tiny"],
@@ -107,7 +107,7 @@ def difference(got: np.ndarray, expected: np.ndarray) -> float:
 
 def reference_logits(arithmetic: Arithmetic, spec: ModelSpec, tokens: tuple[int, ...], **cache: int) -> np.ndarray:
     """After every token."""
-    model = Reference(weights_of(spec), np.float32, kv="fp16", activations=arithmetic.activations)
+    model = Reference(weights_of(spec), np.float32, cache_mode=CacheMode.FP16, activations=arithmetic.activations)
     return model.forward(tokens, model.new_cache(**cache))
 
 
@@ -171,7 +171,10 @@ def test_generated_tokens(arithmetic: str, name: str, window: int) -> None:
 def test_the_served_size() -> None:
     """407m at its 8 loops, where sums run over 8192 inputs and 10 blocks follow one another."""
     how = replace(ARITHMETICS["cuda"], make=lambda _: make_engine("cuda", weights_of("407m"), kv_memory=1 << 30))
-    driver, model = Driver(how.make(SIZES["407m"]), loops=8), Reference(weights_of("407m"), np.float32, kv="fp16")
+    driver, model = (
+        Driver(how.make(SIZES["407m"]), loops=8),
+        Reference(weights_of("407m"), np.float32, cache_mode=CacheMode.FP16),
+    )
     prefix = driver.prefix(TOKENS)
     got = driver.engine.read_logits(prefix.id)
     driver.engine.close()

@@ -20,7 +20,7 @@ from tinyloop_service.completion import CompletionBuilder
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import SchedulerSettings
-from tinyloop_service.types import GenerationRequest, PrefixDefinition
+from tinyloop_service.types import CacheMode, GenerationRequest, PrefixDefinition
 
 CHUNK = 50
 
@@ -55,7 +55,7 @@ def test_logits_are_the_reference_s(name: str, window: int) -> None:
     child = driver.prefix(TOKENS[90:140], parent, window=window)
     got = np.stack([driver.engine.read_logits(held.id) for held in (parent, child)])
     driver.close(child, parent)
-    reference = Reference(weights_of(spec), np.float32, kv="fp16")
+    reference = Reference(weights_of(spec), np.float32, cache_mode=CacheMode.FP16)
     expected = reference.forward(TOKENS[:140], reference.new_cache(2, window))[[89, 139]]
     error = np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))
     assert error < 3e-3, f"{name}: not the same model, {error}"
@@ -67,7 +67,7 @@ def test_greedy_tokens_are_the_reference_s(name: str) -> None:
     spec = SPECS[name]
     driver = Driver(shared_engine(spec))
     drawn = [token for token, _ in driver.alone(None, TOKENS[:60], 9)]
-    reference = Reference(weights_of(spec), np.float32, kv="fp16")
+    reference = Reference(weights_of(spec), np.float32, cache_mode=CacheMode.FP16)
     logits = reference.forward([*TOKENS[:60], *drawn[:-1]], reference.new_cache(2))[59:]
     assert (logits.max(axis=1) - logits[np.arange(10), drawn] < 0.01).all()
 

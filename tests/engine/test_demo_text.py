@@ -21,7 +21,7 @@ from engines import Kind, make_engine, weights_of
 from tinyloop_service.demo import PREFIX_TEXT
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.text import Tokenizer
-from tinyloop_service.types import Sampling
+from tinyloop_service.types import CacheMode, Sampling
 
 PROMPTS, PROMPT_TOKENS = 20, 24
 
@@ -52,7 +52,7 @@ def test_greedy_text_equals_the_reference(kind: Kind) -> None:
     rows = [driver.request(None, prompt, sampling=Sampling()) for prompt in prompts()]
     driver.decode(rows, steps - 1)
     driver.engine.close()
-    reference = Reference(weights, np.float32, kv="fp16", activations=bounds.activations)
+    reference = Reference(weights, np.float32, cache_mode=CacheMode.FP16, activations=bounds.activations)
     near_ties = []
     for row in rows:
         drawn = [token for token, _ in driver.drawn[row.id]]

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinyloop_service.engine.cache_modes import decode, encode
 from tinyloop_service.engine.cpu.runtime import use_threads
 from tinyloop_service.engine.reference import Cache, Reference, rope, round_to_int8, visible
 from tinyloop_service.engine.spec import SIZES, ModelSpec, Quant
 from tinyloop_service.engine.weights import ModelWeights, random_model
-from tinyloop_service.types import Sampling
+from tinyloop_service.types import CacheMode, Sampling
 
 BASE = replace(
     SIZES["tiny"], vocab_size=97, d_model=64, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=96, quant=Quant(4, 32)
@@ -228,18 +229,46 @@ def test_sandwich_normalises_what_a_branch_adds() -> None:
     np.testing.assert_allclose(*(model.forward(TOKENS, model.new_cache(2)) for model in models), rtol=0, atol=1e-9)
 
 
-def test_fp16_state_is_read_as_stored() -> None:
-    model = reference(BASE, kv="fp16")
+@pytest.mark.parametrize("mode", [CacheMode.FP16, CacheMode.INT8])
+def test_keys_and_values_are_read_as_stored(mode: CacheMode) -> None:
+    model = reference(BASE, cache_mode=mode)
     cache = model.new_cache(2)
-    whole = model.forward(TOKENS, cache)
+    model.forward(TOKENS, cache)
     for array in cache.keys + cache.values:
-        np.testing.assert_array_equal(array, array.astype(np.float16))
-    stepwise = model.new_cache(2)
+        np.testing.assert_array_equal(array, decode(mode, encode(mode, array)))
+
+
+@pytest.mark.parametrize("mode", [CacheMode.H_FP16, CacheMode.H_INT8, CacheMode.H_INT4])
+def test_keys_and_values_follow_from_the_stored_input(mode: CacheMode) -> None:
+    """Of the block that comes first, whose input is known: with inject, the sum that enters it."""
+    spec = replace(SPECS["no pre"], norm_placement="sandwich", loop_norm=True)
+    model = reference(spec, cache_mode=mode)
+    cache = model.new_cache(2)
+    model.forward(TOKENS, cache)
+    block = model.weights.loop[0]
+    x = decode(mode, encode(mode, 2 * model.weights.embed[TOKENS].astype(np.float32))).astype(np.float64)
+    y = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + spec.norm_eps) * block.attn_norm.astype(np.float64)
+    k, v = (
+        (y @ w.dequantize().astype(np.float64).T).reshape(len(TOKENS), 4, 16).transpose(1, 0, 2)
+        for w in (block.k, block.v)
+    )
+    np.testing.assert_allclose(cache.keys[0], rope(k, np.arange(len(TOKENS)), spec), **EXACT)
+    np.testing.assert_allclose(cache.values[0], v, **EXACT)
+
+
+# A last-bit difference may round to the neighbouring stored value, so equality cannot be as tight as in float64: a
+# step is 2^-11 of a value in fp16, a hundredth of the largest in int8, a fifteenth of a group's range in h-int4; one
+# or two of some thousand values take it.
+@pytest.mark.parametrize(("mode", "tolerance"), [*zip(CacheMode, [5e-3, 2e-2, 5e-3, 2e-2, 0.1], strict=True)])
+@pytest.mark.parametrize("name", ["pre", "everything"])
+def test_modes_change_little_and_decode_like_prefill(name: str, mode: CacheMode, tolerance: float) -> None:
+    model, exact = reference(SPECS[name], cache_mode=mode), reference(SPECS[name])
+    whole, stepwise = model.forward(TOKENS, model.new_cache(2)), model.new_cache(2)
     steps = np.concatenate([model.forward([token], stepwise) for token in TOKENS])
-    # A last-bit difference may round to the neighbouring fp16 value, so this cannot be as tight as in float64.
-    np.testing.assert_allclose(steps, whole, rtol=0, atol=5e-3)
-    exact = reference(BASE)
-    assert np.abs(whole - exact.forward(TOKENS, exact.new_cache(2))).max() > 1e-6
+    np.testing.assert_allclose(steps, whole, rtol=0, atol=tolerance)
+    logits = exact.forward(TOKENS, exact.new_cache(2))
+    lost = np.sqrt(np.mean((whole - logits) ** 2) / np.mean(logits**2))
+    assert 1e-5 < lost < 0.5, "nothing was rounded, or more than any rounding explains"
 
 
 def test_int8_rounding() -> None:

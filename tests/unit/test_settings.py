@@ -98,3 +98,40 @@ def test_a_malformed_address_is_refused_even_with_the_flag(address: str) -> None
 def test_values_that_make_no_sense_are_refused(bad: object) -> None:
     with pytest.raises(InvalidArgument):
         bad()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("switches", "mode"),
+    [
+        ("KV_INT8", CacheMode.INT8),
+        ("KV_H_MODE", CacheMode.H_FP16),
+        ("KV_H_MODE KV_INT8", CacheMode.H_INT8),
+        ("KV_H_MODE KV_INT4", CacheMode.H_INT4),
+        ("", CacheMode.FP16),
+    ],
+)
+def test_switches_of_the_cache_mode(switches: str, mode: CacheMode) -> None:
+    off = {f"TINYLOOP_{name}": "0" for name in ("KV_INT8", "KV_H_MODE", "KV_INT4")}
+    on = {f"TINYLOOP_{name}": "1" for name in switches.split()}
+    assert Settings.from_environment(on).engine.cache_mode is mode
+    assert Settings.from_environment(off | on).engine.cache_mode is mode
+    assert Settings.from_environment(on | {"TINYLOOP_CACHE_MODE": mode.value}).engine.cache_mode is mode
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ("KV_INT4=1", ["KV_INT4", "KV_H_MODE"]),
+        ("KV_INT4=1 KV_H_MODE=0", ["KV_INT4", "KV_H_MODE"]),
+        ("KV_INT4=1 KV_INT8=1", ["KV_INT4", "KV_INT8"]),
+        ("KV_H_MODE=1 KV_INT4=1 KV_INT8=1", ["KV_INT4", "KV_INT8"]),
+        ("KV_INT8=1 CACHE_MODE=fp16", ["KV_INT8", "CACHE_MODE"]),
+        ("KV_H_MODE=1 KV_INT4=1 CACHE_MODE=h-int8", ["KV_H_MODE and TINYLOOP_KV_INT4", "CACHE_MODE", "h-int4"]),
+        ("KV_INT8=perhaps", ["KV_INT8"]),
+    ],
+)
+def test_contradictions_about_the_cache_mode_are_refused(environment: str, named: list[str]) -> None:
+    given = dict(f"TINYLOOP_{pair}".split("=") for pair in environment.split())
+    with pytest.raises(InvalidArgument) as caught:
+        Settings.from_environment(given)
+    assert all(name in str(caught.value) for name in named), str(caught.value)

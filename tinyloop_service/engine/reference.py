@@ -4,7 +4,8 @@ In: `ModelWeights`, token ids, a `Cache`.  Out: logits, and K/V appended to the 
 prefill and decode through the same code, float32 or float64.  Two roundings of real engines can be switched on, so that
 they can be compared tightly:
 
-    kv="fp16"            K (after RoPE) and V are rounded to fp16 as they are stored, and read back as stored
+    cache_mode           every K and V that is read is the one obtained from what this mode stores (`cache_modes.py`):
+                         from K and V, or from the block's input h; queries and residuals come from the exact input
     activations="int8"   before an INT4 linear, each group of inputs is rounded to 255 levels of its largest magnitude
 
 Refuses to know about pages, batches, threads and speed: one sequence, a whole score matrix, weights as dense arrays.
@@ -20,10 +21,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tinyloop_service.engine.cache_modes import H_MODES, decode, encode
 from tinyloop_service.engine.noise import uniform
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import BlockWeights, Int4Linear, Linear, ModelWeights
-from tinyloop_service.types import Sampling, TokenLogprob
+from tinyloop_service.types import CacheMode, Sampling, TokenLogprob
 
 Array = NDArray[Any]  # of the reference's dtype, unless said otherwise
 
@@ -62,7 +64,7 @@ class Reference:
 
     weights: ModelWeights
     dtype: type[np.float32] | type[np.float64] = np.float32
-    kv: Literal["exact", "fp16"] = "exact"
+    cache_mode: Literal["exact"] | CacheMode = "exact"
     activations: Literal["exact", "int8"] = "exact"
     _dense_weights: dict[int, Array] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -92,18 +94,16 @@ class Reference:
         return self._linear(x, self.weights.head)
 
     def _block(self, block: BlockWeights, x: Array, positions: Array, cache: Cache, layer: int) -> Array:
-        attended = self._attention(block, self._norm(x, block.attn_norm), positions, cache, layer)
+        attended = self._attention(block, x, positions, cache, layer)
         x = x + self._norm(attended, block.attn_post_norm)
         y = self._norm(x, block.mlp_norm)
         gated = silu(self._linear(y, block.gate)) * self._linear(y, block.up)  # (T, d_ff)
         return x + self._norm(self._linear(gated, block.down), block.mlp_post_norm)
 
-    def _attention(self, block: BlockWeights, y: Array, positions: Array, cache: Cache, layer: int) -> Array:
-        spec = self.spec
+    def _attention(self, block: BlockWeights, x: Array, positions: Array, cache: Cache, layer: int) -> Array:
+        spec, y = self.spec, self._norm(x, block.attn_norm)
         q = rope(self._heads(y, block.q, spec.n_heads), positions, spec)  # (H, T, D)
-        k = rope(self._heads(y, block.k, spec.n_kv_heads), positions, spec)  # (G, T, D)
-        v = self._heads(y, block.v, spec.n_kv_heads)
-        keys, values = cache.append(layer, self._stored(k), self._stored(v))  # (G, P, D)
+        keys, values = cache.append(layer, *self._keys_and_values(block, x, y, positions))  # (G, P, D)
         repeat = spec.n_heads // spec.n_kv_heads  # query heads h·repeat … share K/V head h
         keys, values = np.repeat(keys, repeat, axis=0), np.repeat(values, repeat, axis=0)  # (H, P, D)
         scores = q @ keys.transpose(0, 2, 1) * self.dtype(spec.head_dim**-0.5)  # (H, T, P)
@@ -111,11 +111,24 @@ class Reference:
         mixed = softmax(scores) @ values  # (H, T, D)
         return self._linear(mixed.transpose(1, 0, 2).reshape(len(positions), -1), block.o)
 
+    def _keys_and_values(self, block: BlockWeights, x: Array, y: Array, positions: Array) -> tuple[Array, Array]:
+        """K and V of the new tokens, (G, T, D) each, as they are read.  x is the block's input, y its norm."""
+        h_is_stored = self.cache_mode in H_MODES
+        if h_is_stored:
+            y = self._norm(self._as_read(x), block.attn_norm)
+        k = rope(self._heads(y, block.k, self.spec.n_kv_heads), positions, self.spec)
+        v = self._heads(y, block.v, self.spec.n_kv_heads)
+        return (k, v) if h_is_stored else (self._as_read(k), self._as_read(v))
+
     def _heads(self, y: Array, linear: Linear, num_heads: int) -> Array:
         return self._linear(y, linear).reshape(len(y), num_heads, -1).transpose(1, 0, 2)
 
-    def _stored(self, x: Array) -> Array:
-        return x.astype(np.float16).astype(self.dtype) if self.kv == "fp16" else x
+    def _as_read(self, x: Array) -> Array:
+        """x after it was stored and read back."""
+        if self.cache_mode == "exact":
+            return x
+        mode = CacheMode(self.cache_mode)
+        return decode(mode, encode(mode, x)).astype(self.dtype)
 
     def _norm(self, x: Array, weight: Array | None) -> Array:
         """RMSNorm; without a weight (the post norms of placement "pre") x itself."""
