@@ -23,9 +23,8 @@
 //
 // fp32: scores, exponents, state.  fp16: the weights that multiply V (relative to the largest so far), and a.  Bytes:
 // per tile and head (2·rows + 2·pages·64)·D·2, from L2 after the first tile of a sequence.
-#include "prefill_work.cuh"
+#include "prefill_softmax.cuh"
 
-constexpr int kDimTiles = kHeadDim / 8;     // mma column tiles of the output
 constexpr int kGroup = 4;                   // pieces of K or V in registers at once
 constexpr int kRowPieces = kHeadDim / 8;    // 16-byte pieces of a K row
 constexpr int kHeadPieces = kHeadElements / 8;
@@ -41,12 +40,6 @@ struct Stage {
 struct Queries {
   uint4 pieces[2][kDimPieces];
   int position[2];  // −1: none, or not among the rows that attend
-};
-
-struct State {
-  float o[kDimTiles][4];
-  float top[2];  // of score·scale
-  float sum[2];  // of this lane's columns
 };
 
 // Where piece c of a row lies.  Two rows at a time are read, 4 pieces each: they must not meet in a bank.
@@ -77,94 +70,39 @@ DEVICE void load_queries(Queries& queries, const u16* q, const Tile& tile, int h
   }
 }
 
-// scores[s][u] of the warp's queries against the page: tile u of step s (attention.cuh).
-DEVICE void score(float (&scores)[kSteps][2][4], const Queries& queries, const Stage& stage) {
+// Tile 2·s + u of the scores is tile u of step s of attention.cuh.
+DEVICE int token_of(int n, int column) { return token_of_column(n / 2, n % 2, column); }
+
+// The scores of the warp's queries against the page.
+DEVICE void score(Scores& scores, const Queries& queries, const Stage& stage) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s)
+  for (int n = 0; n < kScoreTiles; ++n)
 #pragma unroll
-    for (int u = 0; u < 2; ++u)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scores[s][u][i] = 0.0f;
+    for (int i = 0; i < 4; ++i) scores[n][i] = 0.0f;
 #pragma unroll
   for (int j = 0; j < kDimPieces; ++j) {
     const uint4 low = queries.pieces[0][j], high = queries.pieces[1][j];
 #pragma unroll
-    for (int first = 0; first < 2 * kSteps; first += kGroup) {
+    for (int first = 0; first < kScoreTiles; first += kGroup) {
       uint4 keys[kGroup];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        const int token = token_of_column((first + i) / 2, (first + i) % 2, g);
-        keys[i] = stage.keys[swizzled(token, 4 * j + t, kRowPieces)];
-      }
+      for (int i = 0; i < kGroup; ++i) keys[i] = stage.keys[swizzled(token_of(first + i, g), 4 * j + t, kRowPieces)];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i)
-        mma_m16n8k16(scores[(first + i) / 2][(first + i) % 2], {low.x, high.x, low.y, high.y}, keys[i].x, keys[i].y);
+        mma_m16n8k16(scores[first + i], {low.x, high.x, low.y, high.y}, keys[i].x, keys[i].y);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i)
-        mma_m16n8k16(scores[(first + i) / 2][(first + i) % 2], {low.z, high.z, low.w, high.w}, keys[i].z, keys[i].w);
-    }
-  }
-}
-
-// What the queries do not see becomes −inf.
-DEVICE void hide(float (&scores)[kSteps][2][4], const Queries& queries, int window, int block) {
-  const int t = threadIdx.x % 4;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const Sight sight = sight_of(queries.position[half], window, block);
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-      for (int u = 0; u < 2; ++u)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (!sees(sight, token_of_column(s, u, 2 * t + i))) scores[s][u][2 * half + i] = minus_infinity();
-  }
-}
-
-// Scores become weights relative to the new top; the state so far is brought to it.
-DEVICE void weigh_page(State& state, float (&scores)[kSteps][2][4], float scale) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float top = minus_infinity();
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-      for (int u = 0; u < 2; ++u) top = fmaxf(top, fmaxf(scores[s][u][2 * half], scores[s][u][2 * half + 1]));
-    top = fmaxf(state.top[half], row_max(top) * scale);
-    const float base = exponent_base(top);
-    const float factor = exp2_fast(state.top[half] - base);
-    float sum = 0.0f;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-      for (int u = 0; u < 2; ++u)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float& value = scores[s][u][2 * half + i];
-          value = weigh(value, scale, base);
-          sum += value;
-        }
-    state.top[half] = top;
-    state.sum[half] = fmaf(state.sum[half], factor, sum);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n) {
-      state.o[n][2 * half] *= factor;
-      state.o[n][2 * half + 1] *= factor;
+        mma_m16n8k16(scores[first + i], {low.z, high.z, low.w, high.w}, keys[i].z, keys[i].w);
     }
   }
 }
 
 // o += weights · V.
-DEVICE void mix(State& state, const float (&scores)[kSteps][2][4], const Stage& stage) {
+DEVICE void mix(State& state, const Scores& scores, const Stage& stage) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   u32 weights[kSteps][4];
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      weights[s][i] = pack_half2(scores[s][i / 2][2 * (i % 2)], scores[s][i / 2][2 * (i % 2) + 1]);
+  pack_weights(weights, scores);
 #pragma unroll
   for (int j = 0; j < kTokenPieces; ++j)
 #pragma unroll
@@ -179,49 +117,17 @@ DEVICE void mix(State& state, const float (&scores)[kSteps][2][4], const Stage& 
     }
 }
 
-// Lets the rows of a step attend, and no others.
-DEVICE WarpSight select_rows(Queries& queries, const Step& step, const Rows& rows, const Tile& tile) {
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
-  int lowest = kFarPosition, highest = -1, least = kFarPosition;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int i = 16 * warp + g + 8 * half;
-    const bool attends = i >= step.first && i < step.end;
-    const int position = attends ? rows.position[i] : -1;
-    queries.position[half] = position;
-    highest = max(highest, position);
-    if (attends) lowest = min(lowest, position);
-    if (i < tile.num_rows) least = min(least, position);
-  }
-  lowest = reduce_min(lowest), highest = reduce_max(highest), least = reduce_min(least);
-  const int any_begin = tile.window > 0 ? lowest - tile.window + 1 : 0;
-  return {any_begin, highest + 1, tile.window > 0 ? highest - tile.window + 1 : 0, least + 1};
-}
-
 DEVICE void attend(State& state, const Queries& queries, const Stage& stage, const WarpSight& sight, int window,
                    int block, float scale) {
   const int begin = block * kPageTokens, end = begin + kPageTokens;
   if (end <= sight.any_begin || begin >= sight.any_end) return;
-  float scores[kSteps][2][4];
+  Scores scores;
   score(scores, queries, stage);
-  if (begin < sight.all_begin || end > sight.all_end) hide(scores, queries, window, block);
-  weigh_page(state, scores, scale);
+  if (begin < sight.all_begin || end > sight.all_end) hide(scores, queries.position, window, block, token_of);
+  float factor[2];
+  weigh_page(state, factor, scores, scale);
+  bring_to_top(state, factor);
   mix(state, scores, stage);
-}
-
-DEVICE void store(u16* a, const State& state, const Tile& tile, int head, int num_heads) {
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float sum = row_sum(state.sum[half]);
-    const int i = 16 * warp + g + 8 * half;
-    if (i >= tile.num_rows) continue;
-    const float inverse = 1.0f / sum;
-    u32* row = reinterpret_cast<u32*>(a + (static_cast<u64>(tile.first_row + i) * num_heads + head) * kHeadDim);
-#pragma unroll
-    for (int n = 0; n < kDimTiles; ++n)
-      row[4 * n + t] = pack_half2(state.o[n][2 * half] * inverse, state.o[n][2 * half + 1] * inverse);
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
@@ -246,15 +152,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   copy_page(stages[0], pool, pages[step.slot * table_stride + step.block], kv_head, num_kv_heads);
   bool more = advance(next, rows, tile);
   int next_page = more ? pages[next.slot * table_stride + next.block] : 0;
-  WarpSight sight = select_rows(queries, step, rows, tile);
-  State state = {{}, {minus_infinity(), minus_infinity()}, {0.0f, 0.0f}};
+  WarpSight sight = select_rows(queries.position, step, rows, tile);
+  State state = no_state();
   for (int turn = 0;; ++turn) {
     cp_async_wait<0>();
     __syncthreads();  // this page is here for all, and nobody still reads the one before
     if (more) copy_page(stages[(turn + 1) % kStages], pool, next_page, kv_head, num_kv_heads);
     attend(state, queries, stages[turn % kStages], sight, tile.window, step.block, scale);
     if (!more) break;
-    if (next.first != step.first || next.end != step.end) sight = select_rows(queries, next, rows, tile);
+    if (next.first != step.first || next.end != step.end) sight = select_rows(queries.position, next, rows, tile);
     step = next;
     more = advance(next, rows, tile);
     if (more) next_page = pages[next.slot * table_stride + next.block];

@@ -12,9 +12,10 @@
 //   q                fp16   [T][H·D]
 //   layer, T, H, G, max_layers, max_blocks.   D is 64 or 128; 16-byte alignment.
 //
-// blockIdx.x: a tile of tokens; blockIdx.y: first the groups of 8 heads of q and K, then the V heads.  To turn, a
-// thread takes 8 pairs of a token and reads their cos and sin once for its 8 heads.  V is transposed through shared
-// memory, so that neighbouring lanes write neighbouring tokens of a page's row.
+// The first blocks are a V head of 64 tokens each: V is transposed through shared memory, and written 8 tokens at a
+// time where 8 rows that begin at a multiple of 8 are neighbours in a page too.  The others turn: a thread takes 8 pairs
+// of a token in 4 heads of q and K; the threads of a token are neighbours, so that its cos and sin are read once.
+// All loads are under way while the tokens' places are looked up, and 1024 tokens are on the device at once.
 //
 // fp32: the rotation, products and sum each rounded; fp16: what is stored.  Bytes: (H + 2G)·D·2 read and written a
 // token, and D·4 of cos and sin per group of heads.
@@ -25,12 +26,16 @@
 #endif
 
 constexpr int kThreads = 256;
-constexpr int kHeadsPerBlock = 8;
+constexpr int kTokens = 64;                                    // whose V a block transposes
+constexpr int kHeads = 4;                                      // that a thread turns
 constexpr int kPairs = 8;                                      // of a thread
 constexpr int kTokenThreads = kHeadDim / (2 * kPairs);         // threads that turn one token
-constexpr int kTokens = kThreads / kTokenThreads;              // of a block
-constexpr int kRowHalves = kHeadDim + 2;                       // of a token in shared memory: an odd number of banks
-static_assert(kTokens % 32 == 0, "a warp writes the same dim of 32 tokens");
+constexpr int kRowPieces = kHeadDim / 8;                       // 16-byte pieces of a token's head
+constexpr int kOctets = kTokens / 8;
+constexpr int kOctetPairs = kThreads / kOctets;                // pairs of dims that a block transposes at once
+constexpr int kRowWords = kHeadDim / 2 + 1;                    // of a token in shared memory: an odd number of banks
+constexpr int kValuePieces = kTokens * kRowPieces / kThreads;  // of a thread
+static_assert(kHeadDim / 2 % kOctetPairs == 0);
 
 struct Shape {
   int num_heads, num_kv_heads;
@@ -111,12 +116,12 @@ DEVICE u16* target_of(const Token& token, int head, u16* q, u16* pool, const Sha
 
 // A thread's part of its heads; those beyond the last are not read.
 struct Pieces {
-  uint4 first[kHeadsPerBlock], second[kHeadsPerBlock];
+  uint4 first[kHeads], second[kHeads];
 };
 
 DEVICE void load_pieces(Pieces& pieces, const u16* qkv, int token, int first_head, const Shape& shape) {
 #pragma unroll
-  for (int i = 0; i < kHeadsPerBlock; ++i) {
+  for (int i = 0; i < kHeads; ++i) {
     if (first_head + i >= shape.num_heads + shape.num_kv_heads) return;
     const u16* head = head_of(qkv, token, first_head + i, shape);
     const uint4* source = reinterpret_cast<const uint4*>(head) + first_piece(threadIdx.x % kTokenThreads);
@@ -132,7 +137,7 @@ DEVICE void turn_heads(Pieces& pieces, const Token& token, int first_head, const
   read_angles(cos, cos_table, token.position, chunk);
   read_angles(sin, sin_table, token.position, chunk);
 #pragma unroll
-  for (int i = 0; i < kHeadsPerBlock; ++i) {
+  for (int i = 0; i < kHeads; ++i) {
     const int head = first_head + i;
     if (head >= shape.num_heads + shape.num_kv_heads) return;
     turn_pieces(pieces.first[i], pieces.second[i], cos, sin);
@@ -142,52 +147,112 @@ DEVICE void turn_heads(Pieces& pieces, const Token& token, int first_head, const
   }
 }
 
-// The block's tokens × D of one V head, by rows.
-DEVICE void stage_values(u16* rows, const u16* qkv, int first_token, int num_tokens, int head, const Shape& shape) {
-  for (int i = threadIdx.x; i < kTokens * kHeadDim / 8; i += kThreads) {
-    const int token = i / (kHeadDim / 8), piece = i % (kHeadDim / 8);
-    if (first_token + token >= num_tokens) return;
-    const uint4 halves = load_piece(head_of(qkv, first_token + token, head, shape) + 8 * piece);
-    u32* words = reinterpret_cast<u32*>(rows + token * kRowHalves + 8 * piece);
-    words[0] = halves.x, words[1] = halves.y, words[2] = halves.z, words[3] = halves.w;
+// 64 tokens × D of one V head, in shared memory, and where each token goes.
+struct Values {
+  u32 words[kTokens * kRowWords + 4];
+  alignas(16) int page[kTokens];   // −1: nowhere
+  alignas(16) int place[kTokens];  // in the page
+};
+
+// The words of a token; those that are read together, 8 tokens apart, lie in banks of their own.
+DEVICE int row_of(int token) { return token * kRowWords + token / (kTokens / 2) * 4; }
+
+DEVICE void stage_values(Values& values, const u16* qkv, int first_token, int num_tokens, int head, const Shape& shape) {
+  uint4 pieces[kValuePieces];
+#pragma unroll
+  for (int i = 0; i < kValuePieces; ++i) {
+    const int at = i * kThreads + threadIdx.x, token = min(first_token + at / kRowPieces, num_tokens - 1);
+    pieces[i] = load_piece(head_of(qkv, token, head, shape) + at % kRowPieces * 8);
+  }
+#pragma unroll
+  for (int i = 0; i < kValuePieces; ++i) {
+    const int at = i * kThreads + threadIdx.x;
+    u32* words = values.words + row_of(at / kRowPieces) + at % kRowPieces * 4;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[j] = word_of(pieces[i], j);
   }
 }
 
-// The thread's token, every kStep-th dim of it.
-DEVICE void store_values(const u16* rows, const Token& token, int place, u16* pool, int kv_head, const Shape& shape) {
-  constexpr int kStep = kThreads / kTokens;
-  u16* values = const_cast<u16*>(page_values(pool, token.page, kv_head, shape.num_kv_heads));
-#pragma unroll 4
-  for (int dim = threadIdx.x / kTokens; dim < kHeadDim; dim += kStep)
-    values[dim * kPageTokens + token.position % kPageTokens] = rows[place * kRowHalves + dim];
+// Whether 8 rows from `first` on are 8 tokens of a page from a multiple of 8 on.
+DEVICE bool is_octet(const Values& values, int first) {
+  const int page = values.page[first], place = values.place[first];
+  bool octet = page >= 0 && place % 8 == 0;
+#pragma unroll
+  for (int i = 1; i < 8; ++i) octet &= values.page[first + i] == page && values.place[first + i] == place + i;
+  return octet;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+DEVICE u16* value_target(const Values& values, int token, int dim, u16* pool, int kv_head, const Shape& shape) {
+  const u16* page = page_values(pool, values.page[token], kv_head, shape.num_kv_heads);
+  return const_cast<u16*>(page) + dim * kPageTokens + values.place[token];
+}
+
+// Of 8 tokens two neighbouring dims, a word a token.
+DEVICE void store_octet(const u32 (&words)[8], u16* low, u16* high) {
+  constexpr u32 kLow = 0x5410, kHigh = 0x7632;
+  uint4* targets[2] = {reinterpret_cast<uint4*>(low), reinterpret_cast<uint4*>(high)};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 half = i == 0 ? kLow : kHigh;
+    *targets[i] = {permute_bytes(words[0], words[1], half), permute_bytes(words[2], words[3], half),
+                   permute_bytes(words[4], words[5], half), permute_bytes(words[6], words[7], half)};
+  }
+}
+
+// The thread's 8 rows, every kOctetPairs-th pair of dims of them.
+DEVICE void store_values(const Values& values, u16* pool, int kv_head, const Shape& shape) {
+  const int first = threadIdx.x % kOctets * 8;
+  const bool octet = is_octet(values, first);
+#pragma unroll
+  for (int pair = threadIdx.x / kOctets; pair < kHeadDim / 2; pair += kOctetPairs) {
+    u32 words[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = values.words[row_of(first) + i * kRowWords + pair];
+    if (octet) {
+      u16* target = value_target(values, first, 2 * pair, pool, kv_head, shape);
+      store_octet(words, target, target + kPageTokens);
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (values.page[first + i] < 0) continue;
+      u16* target = value_target(values, first + i, 2 * pair, pool, kv_head, shape);
+      target[0] = static_cast<u16>(words[i] & 0xffff);
+      target[kPageTokens] = static_cast<u16>(words[i] >> 16);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 4)
     rope(const u16* qkv, const i32* token_slot, const i32* token_position, const float* cos, const float* sin,
          const i32* tables, u16* pool, u16* q, i32 layer, i32 num_tokens, i32 num_heads, i32 num_kv_heads,
          i32 max_layers, i32 max_blocks) {
-  __shared__ u32 words[kTokens * kRowHalves / 2];
-  u16* rows = reinterpret_cast<u16*>(words);
+  __shared__ Values values;
   const Shape shape = {num_heads, num_kv_heads};
-  const int first_token = blockIdx.x * kTokens;
-  const int num_groups = (num_heads + num_kv_heads + kHeadsPerBlock - 1) / kHeadsPerBlock;
-  const int kv_head = static_cast<int>(blockIdx.y) - num_groups;  // negative: a group to turn
+  const int num_tiles = (num_tokens + kTokens - 1) / kTokens;
+  const int turning = static_cast<int>(blockIdx.x) - num_tiles * num_kv_heads;  // negative: a V head
   dependency_wait();
   dependency_launch();
-  const int place = kv_head < 0 ? threadIdx.x / kTokenThreads : threadIdx.x % kTokens;
-  const int first_head = blockIdx.y * kHeadsPerBlock;
-  Pieces pieces;  // on their way while the token's place is looked up
-  if (kv_head < 0) {
-    if (first_token + place < num_tokens) load_pieces(pieces, qkv, first_token + place, first_head, shape);
-  } else {
-    stage_values(rows, qkv, first_token, num_tokens, num_heads + num_kv_heads + kv_head, shape);
-  }
-  const Token token = read_token(first_token + place, num_tokens, token_slot, token_position, tables, layer, max_layers,
-                                 max_blocks);
-  if (kv_head < 0) {
+  if (turning >= 0) {
+    const int num_groups = (num_heads + num_kv_heads + kHeads - 1) / kHeads;
+    const int item = (turning * kThreads + threadIdx.x) / kTokenThreads, index = item / num_groups;
+    if (index >= num_tokens) return;
+    const int first_head = (item - index * num_groups) * kHeads;
+    Pieces pieces;
+    load_pieces(pieces, qkv, index, first_head, shape);
+    const Token token =
+        read_token(index, num_tokens, token_slot, token_position, tables, layer, max_layers, max_blocks);
     if (token.position >= 0) turn_heads(pieces, token, first_head, cos, sin, pool, q, shape);
     return;
   }
+  const int kv_head = blockIdx.x % num_kv_heads, first_token = blockIdx.x / num_kv_heads * kTokens;
+  if (threadIdx.x < kTokens) {
+    const Token token = read_token(first_token + threadIdx.x, num_tokens, token_slot, token_position, tables, layer,
+                                   max_layers, max_blocks);
+    values.page[threadIdx.x] = token.page;
+    values.place[threadIdx.x] = token.position % kPageTokens;
+  }
+  stage_values(values, qkv, first_token, num_tokens, num_heads + num_kv_heads + kv_head, shape);
   __syncthreads();
-  if (token.position >= 0) store_values(rows, token, place, pool, kv_head, shape);
+  store_values(values, pool, kv_head, shape);
 }

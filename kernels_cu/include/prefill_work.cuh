@@ -95,3 +95,22 @@ DEVICE bool advance(Step& step, const Rows& rows, const Tile& tile) {
 struct WarpSight {
   int any_begin, any_end, all_begin, all_end;
 };
+
+// Where this lane's two queries are, −1 where they are not among the rows of the step.
+DEVICE WarpSight select_rows(int (&positions)[2], const Step& step, const Rows& rows, const Tile& tile) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  int lowest = kFarPosition, highest = -1, least = kFarPosition;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = 16 * warp + g + 8 * half;
+    const bool attends = i >= step.first && i < step.end;
+    const int position = attends ? rows.position[i] : -1;
+    positions[half] = position;
+    highest = max(highest, position);
+    if (attends) lowest = min(lowest, position);
+    if (i < tile.num_rows) least = min(least, position);
+  }
+  lowest = reduce_min(lowest), highest = reduce_max(highest), least = reduce_min(least);
+  const int any_begin = tile.window > 0 ? lowest - tile.window + 1 : 0;
+  return {any_begin, highest + 1, tile.window > 0 ? highest - tile.window + 1 : 0, least + 1};
+}

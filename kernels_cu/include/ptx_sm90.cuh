@@ -18,6 +18,9 @@
 // ---- products of a warpgroup ----------------------------------------------------------------------------------
 // All 128 threads of four neighbouring warps, the first one a multiple of four, take part in each of these.
 
+// Dynamic shared memory as DYNAMIC_SHARED, from a multiple of 1024 bytes on: swizzled_matrix wants it.
+#define DYNAMIC_SHARED_ALIGNED(name) extern __shared__ __align__(1024) unsigned char name[]
+
 // A matrix in shared memory as 8x8 matrices of halves (128 bytes, 8 rows of 16 bytes): where the first one is.
 struct SharedMatrix {
   u64 descriptor;
@@ -27,6 +30,13 @@ struct SharedMatrix {
 DEVICE SharedMatrix shared_matrix(const void* shared, int next_k, int next_rows) {
   const u64 start = (shared_address(shared) & 0x3ffff) >> 4;
   return {start | static_cast<u64>(next_k >> 4) << 16 | static_cast<u64>(next_rows >> 4) << 32};
+}
+
+// The same where rows of 64 halves follow each other, 128 bytes each, and piece c (16 bytes) of row r lies at c ^ r % 8.
+// shared: of row 0, a multiple of 1024; 16 further k are 32 bytes on, 8 further rows 1024.
+DEVICE SharedMatrix swizzled_matrix(const void* shared) {
+  const u64 start = (shared_address(shared) & 0x3ffff) >> 4;
+  return {start | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62};
 }
 
 DEVICE SharedMatrix operator+(SharedMatrix m, int bytes) { return {m.descriptor + (bytes >> 4)}; }
@@ -83,6 +93,14 @@ DEVICE void wgmma_commit() { TL_ONLY_SM90(asm volatile("wgmma.commit_group.sync.
 template <int kGroups>
 DEVICE void wgmma_wait() {
   TL_ONLY_SM90(asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory"));
+}
+
+// What comes next waits for `value`, which is nowhere negative: compilers would else move a wgmma_wait before
+// arithmetic that is meant to overlap with the products.
+DEVICE void wait_for_value(float value) {
+  TL_ONLY_SM90(asm volatile("{\n.reg .pred sound, any;\nsetp.geu.f32 sound, %0, 0f00000000;\n"
+                            "vote.sync.any.pred any, sound, 0xffffffff;\n@any bra.uni next;\ntrap;\nnext:\n}" ::"f"(value)
+                            : "memory"));
 }
 
 // This thread's writes to shared memory, landed copies too, become visible to wgmma after the next barrier.

@@ -9,24 +9,39 @@
 
 #define CLUSTER_ALONG_Y(blocks)
 
+#define DYNAMIC_SHARED_ALIGNED(name) DYNAMIC_SHARED(name)
+
 struct SharedMatrix {
   const unsigned char* first;
-  int next_k, next_rows;
+  int next_k, next_rows;  // next_k 16: swizzled rows of 128 bytes
 };
 
 inline SharedMatrix shared_matrix(const void* shared, int next_k, int next_rows) {
   return {static_cast<const unsigned char*>(shared), next_k, next_rows};
 }
 
+inline SharedMatrix swizzled_matrix(const void* shared) {
+  if (reinterpret_cast<uintptr_t>(shared) % 1024) emulator::fail("a swizzled matrix is not at a multiple of 1024 bytes");
+  return {static_cast<const unsigned char*>(shared), 16, 1024};
+}
+
 inline SharedMatrix operator+(SharedMatrix m, int bytes) { return {m.first + bytes, m.next_k, m.next_rows}; }
 
 namespace emulator {
+
+// The first of 8 k of a row; which 8 k: 0 or 1.
+inline const unsigned char* row_of(const SharedMatrix& m, int row, int which) {
+  const unsigned char* tile = m.first + row / 8 * m.next_rows + which * m.next_k;
+  if (m.next_k != 16) return tile + row % 8 * 16;
+  const auto place = reinterpret_cast<uintptr_t>(tile + row % 8 * 128);
+  return reinterpret_cast<const unsigned char*>(place ^ (place >> 7 & 7) << 4);
+}
 
 // One warp's 16 rows: the matrix's 8x8 matrices unfolded, then as complete_mma.
 template <int kTiles>
 inline void complete_wgmma(Lane* lanes) {
   const auto* first = static_cast<const unsigned char*>(lanes[0].row);
-  const int next_k = lanes[0].b[0], next_rows = lanes[0].b[1];
+  const SharedMatrix matrix = {first, static_cast<int>(lanes[0].b[0]), static_cast<int>(lanes[0].b[1])};
   u32 sums_before[kWarp][2];
   for (int i = 0; i < kWarp; ++i) std::memcpy(sums_before[i], lanes[i].b, 8);
   for (int i = 1; i < kWarp; ++i)
@@ -39,9 +54,8 @@ inline void complete_wgmma(Lane* lanes) {
   }
   for (int tile = 0; tile < kTiles; ++tile) {
     for (int lane = 0; lane < kWarp; ++lane) {
-      const unsigned char* row = first + tile * next_rows + lane / 4 * 16 + lane % 4 * 4;
-      std::memcpy(&lanes[lane].b[0], row, 4);
-      std::memcpy(&lanes[lane].b[1], row + next_k, 4);
+      for (int i = 0; i < 2; ++i)
+        std::memcpy(&lanes[lane].b[i], row_of(matrix, 8 * tile + lane / 4, i) + lane % 4 * 4, 4);
       lanes[lane].c = sums[lane] + tile * 4;
     }
     complete_mma(lanes);
@@ -82,6 +96,8 @@ inline void wgmma_wait() {
   products.groups = min(products.groups, kGroups);
   products.fenced = false;
 }
+
+inline void wait_for_value(float) {}
 
 inline void fence_for_wgmma() { emulator::current->products.memory_fenced = true; }
 

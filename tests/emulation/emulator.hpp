@@ -132,7 +132,7 @@ inline int block_warps;
 inline bool descending;
 inline uint3 grid_size, block_size;
 inline char error[512];
-alignas(128) inline unsigned char shared_memory[kClusterBlocks][kSharedBytes + kGuardBytes];
+alignas(1024) inline unsigned char shared_memory[kClusterBlocks][kSharedBytes + kGuardBytes];
 
 struct Body {
   void (*call)(void*);

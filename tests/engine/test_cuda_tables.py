@@ -10,7 +10,7 @@ import pytest
 from emulation.device import EmulatedDevice
 from test_small_cases import PLAIN
 
-from tinyloop_service.engine.api import Extend, Open
+from tinyloop_service.engine.api import Extend, Open, Prefill
 from tinyloop_service.engine.cuda.batch import Span, SplitTables, prompt_tables, prompt_tiles, tile_order
 from tinyloop_service.engine.cuda.engine import MAX_ROWS
 from tinyloop_service.engine.cuda.memory import MOST_SLOTS
@@ -159,6 +159,19 @@ def test_pages_of_several_sequences_are_written_at_once() -> None:
     assert chains.table.extend([]).shape == (0, 2)
     with pytest.raises(AssertionError, match=r"sequence 1 grows to block 10"):
         chains.table.extend([Extend(first.id, ((0, 0),) * 8)])
+
+
+def test_pages_that_a_chunk_fills_need_no_zeros() -> None:
+    chains = Chains()
+    chunked, other = chains.open(0), chains.open(0)
+    pages = chains.table.extend(
+        [Extend(chunked.id, tuple((10 * block, 10 * block + 1) for block in range(1, 5))), Extend(other.id, ((7, 8),))]
+    )
+    for start, count, filled in ((0, 256, "1234"), (0, 255, "123"), (1, 255, "234"), (70, 57, ""), (70, 130, "3")):
+        chunk = Prefill(chunked.id, start, (0,) * count, last=False)
+        kept = chains.table.not_filled(pages, (chunk,)).tolist()
+        assert kept == [page for page in pages[:, 1].tolist() if page < 10 or str(page // 10) not in filled]
+    assert chains.table.not_filled(pages, ()).tolist() == pages[:, 1].tolist()
 
 
 def test_slots_come_back_and_run_out() -> None:

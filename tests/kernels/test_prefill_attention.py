@@ -11,6 +11,7 @@ import pytest
 from attention_cases import LAYER, Sequences
 from numpy.typing import NDArray
 
+from tinyloop_service.kernels import prefill_attention as module
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.prefill_attention import TILE_ROWS, prefill_attention
@@ -21,6 +22,15 @@ Chunk = tuple[int, int, int, int, int]  # slot, first row of q, rows, position o
 
 WINDOWS = (0, 1, 63, 64, 65, 100)
 UNWRITTEN = 7.0
+
+
+@pytest.fixture(params=["warps", "warpgroup"], autouse=True)
+def variant(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kernels on every machine that can run them."""
+    if request.param == "warps":
+        monkeypatch.setattr(module, "WIDE_ARCH", "none")
+    elif device.arch != module.WIDE_ARCH:
+        pytest.skip("warpgroup products are sm_90's")
 
 
 def tiles_of(chunks: Sequence[Chunk]) -> Array:

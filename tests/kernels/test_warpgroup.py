@@ -22,8 +22,9 @@ def shared_bytes(tiles: int) -> int:
     return COLUMNS * (tiles * 128 + 16)
 
 
+@pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("tiles", range(1, 9))
-def test_products_of_a_warpgroup_have_the_bits_of_a_warps(probe: Device, tiles: int) -> None:
+def test_products_of_a_warpgroup_have_the_bits_of_a_warps(probe: Device, tiles: int, swizzled: bool) -> None:
     """Integer weights, as INT4's are, and others; activations of several sizes.  Linears mix both: no tolerance."""
     if probe.name == "emulated" and tiles not in (1, 3):
         pytest.skip("a compilation each, and emulated alike")
@@ -31,7 +32,7 @@ def test_products_of_a_warpgroup_have_the_bits_of_a_warps(probe: Device, tiles: 
     for weights, size in ((rng.integers(-8, 8, (64, 64)), 1), (rng.normal(size=(64, 64)), 30)):
         w, x = weights.astype(np.float16), (size * rng.normal(size=(tiles * 8, 64))).astype(np.float16)
         sums = probe.empty((2, 64, tiles * 8), np.float32)
-        kernel = probe.kernel("warpgroup", "both", TL_TILES=tiles)
+        kernel = probe.kernel("warpgroup", "both", TL_TILES=tiles, TL_SWIZZLED=int(swizzled))
         arguments = probe.upload(w.view(np.uint32)), probe.upload(x.view(np.uint32)), sums
         probe.launch(kernel, (1, 1, 1), 128, arguments, shared_bytes=shared_bytes(tiles))
         together, apart = probe.download(sums)

@@ -4,15 +4,27 @@
 #ifndef TL_TILES
 #define TL_TILES 2
 #endif
+#ifndef TL_SWIZZLED
+#define TL_SWIZZLED 0
+#endif
 
 constexpr int kTiles = TL_TILES, kRows = 8 * kTiles, kInputs = 64, kColumn = kRows * 16 + 16;
 
-// x half [kRows][kInputs] to shared memory as [k8][row][16 bytes], columns kColumn bytes apart.
+// Where in shared memory 8 inputs of a row are: [k8][row][16 bytes], columns kColumn bytes apart; or swizzled rows.
+DEVICE int place_of(int row, int k8) {
+  return TL_SWIZZLED ? row * 128 + (k8 ^ row % 8) * 16 : k8 * kColumn + row * 16;
+}
+
+// The inputs of a step.
+DEVICE SharedMatrix step_of(const unsigned char* shared, int step) {
+  if (TL_SWIZZLED) return swizzled_matrix(shared) + step * 32;
+  return shared_matrix(shared + place_of(0, 2 * step), kColumn, 128);
+}
+
+// x half [kRows][kInputs] to shared memory.
 DEVICE void load_x(unsigned char* shared, const uint4* x) {
-  for (int i = threadIdx.x; i < kRows * kInputs / 8; i += 128) {
-    const int row = i / (kInputs / 8), k8 = i % (kInputs / 8);
-    *reinterpret_cast<uint4*>(shared + k8 * kColumn + row * 16) = x[i];
-  }
+  for (int i = threadIdx.x; i < kRows * kInputs / 8; i += 128)
+    *reinterpret_cast<uint4*>(shared + place_of(i / (kInputs / 8), i % (kInputs / 8))) = x[i];
 }
 
 // A fragment of w half [64][kInputs]: this warp's 16 rows, inputs 16 · step … + 15.
@@ -23,7 +35,7 @@ DEVICE void load_w(u32 (&a)[4], const u32* w, int step) {
 
 // sums of both kinds, float [kind][64][kRows]: one warpgroup.
 extern "C" __global__ void __launch_bounds__(128) both(const u32* w, const uint4* x, float* sums) {
-  DYNAMIC_SHARED(shared);
+  DYNAMIC_SHARED_ALIGNED(shared);
   load_x(shared, x);
   fence_for_wgmma();
   __syncthreads();
@@ -32,14 +44,14 @@ extern "C" __global__ void __launch_bounds__(128) both(const u32* w, const uint4
   for (int step = 0; step < kInputs / 16; ++step) {
     u32 a[4];
     load_w(a, w, step);
-    const unsigned char* columns = shared + 2 * step * kColumn;
     wgmma_fence();
-    wgmma(together, a, shared_matrix(columns, kColumn, 128), step > 0);
+    wgmma(together, a, step_of(shared, step), step > 0);
     wgmma_commit();
     wgmma_wait<0>();
     for (int n = 0; n < kTiles; ++n) {
-      const unsigned char* row = columns + (n * 8 + g) * 16 + t * 4;
-      mma_m16n8k16(apart[n], a, *reinterpret_cast<const u32*>(row), *reinterpret_cast<const u32*>(row + kColumn));
+      const unsigned char* low = shared + place_of(n * 8 + g, 2 * step) + t * 4;
+      const unsigned char* high = shared + place_of(n * 8 + g, 2 * step + 1) + t * 4;
+      mma_m16n8k16(apart[n], a, *reinterpret_cast<const u32*>(low), *reinterpret_cast<const u32*>(high));
     }
   }
   for (int n = 0; n < kTiles; ++n)

@@ -87,7 +87,8 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Blocks appended to the sequence's own table.  Their pages are zeroed as they are taken."""
+    """Blocks appended to the sequence's own table.  Their pages are zeroed as they are taken, but
+    for those that a prefill of the same plan may fill."""
 
     seq: SequenceId
     blocks: tuple[Block, ...]

@@ -1,4 +1,5 @@
-"""Causal attention of prompt tokens against the pages of their sequences: launches kernels_cu/prefill_attention.cu.
+"""Causal attention of prompt tokens against the pages of their sequences: launches kernels_cu/prefill_attention.cu, and
+on sm_90 prefill_attention_wide.cu.
 
 In: queries, pages, and tiles of queries as device arrays.  Out: `a` is written on the device's stream.  Refuses arrays
 of another shape or type.  Not checked, for that would be a read: that pages, rows and slots exist.
@@ -10,11 +11,12 @@ import numpy as np
 
 from tinyloop_service.kernels.decode_attention import PAGE_TOKENS, check_heads, softmax_scale
 from tinyloop_service.kernels.device import Argument, Array, Device
+from tinyloop_service.kernels.linear import WIDE_ARCH
 from tinyloop_service.kernels.match import match
 
 TILE_ROWS = 64  # most queries of a tile
 _THREADS = 128
-_STAGES = 2
+_STAGES, _WIDE_STAGES = 2, 3  # of K and V in shared memory
 
 
 def prefill_attention(
@@ -60,22 +62,27 @@ def prefill_attention(
         a=(a, "float16", "T, H*D"),
     )
     check_heads("prefill_attention", sizes, layer)
-    kernel = device.kernel(
-        "prefill_attention", "prefill_attention", TL_HEAD_DIM=head_dim, TL_QUERIES_PER_KV=num_heads // num_kv_heads
-    )
+    wide = device.arch == WIDE_ARCH
+    stem = "prefill_attention_wide" if wide else "prefill_attention"
+    defines = {"TL_HEAD_DIM": head_dim, "TL_QUERIES_PER_KV": num_heads // num_kv_heads}
+    kernel = device.kernel(stem, "prefill_attention", **defines)
     blocks, num_tiles = sizes["B"], sizes["N"]
     arguments: tuple[Argument, ...] = (
         *(q, pool, tables, tiles, token_slot, token_position, a),
         *map(np.int32, (layer * blocks, sizes["L"] * blocks, num_tiles, num_heads, num_kv_heads, device.num_sms)),
         softmax_scale(head_dim),
     )
-    page_bytes = 2 * PAGE_TOKENS * head_dim * 2  # K and V of a head, fp16
-    row_bytes = 2 * 4 * TILE_ROWS  # slots and positions
     device.launch(
         kernel,
         (num_heads * num_tiles, 1, 1),
         _THREADS,
         arguments,
-        shared_bytes=_STAGES * page_bytes + row_bytes,
+        shared_bytes=_shared_bytes(head_dim, wide),
         dependent=dependent,
     )
+
+
+def _shared_bytes(head_dim: int, wide: bool) -> int:
+    """K and V of a head in some pages, fp16, and the rows' slots and positions."""
+    page_bytes, row_bytes = 2 * PAGE_TOKENS * head_dim * 2, 2 * 4 * TILE_ROWS
+    return (_WIDE_STAGES if wide else _STAGES) * page_bytes + row_bytes

@@ -17,7 +17,7 @@ from tinyloop_service.kernels.match import match
 Pairing = Literal["half", "interleaved"]
 PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
 _THREADS = 256
-_HEADS_PER_BLOCK = 8
+_TOKENS, _HEADS = 64, 4  # whose V a block transposes; that a thread turns
 
 
 def rope(
@@ -62,12 +62,9 @@ def rope(
     check_heads("rope", sizes, layer)
     heads = sizes["H"]
     kernel = device.kernel("rope", "rope", TL_HEAD_DIM=head_dim, TL_INTERLEAVED=PAIRINGS.index(pairing))
-    tokens_per_block = _THREADS * 16 // head_dim  # a thread turns 8 pairs
-    grid = (
-        -(-sizes["T"] // tokens_per_block),
-        -(-(heads + num_kv_heads) // _HEADS_PER_BLOCK) + num_kv_heads,  # groups of q and K heads, then V heads
-        1,
-    )
+    groups = -(-(heads + num_kv_heads) // _HEADS)
+    turning = sizes["T"] * groups * head_dim // 16  # threads: each turns 8 pairs of a token in a group of heads
+    grid = (-(-sizes["T"] // _TOKENS) * num_kv_heads + -(-turning // _THREADS), 1, 1)
     arguments: tuple[Argument, ...] = (
         *(qkv, token_slot, token_position, cos, sin, tables, pool, q),
         *map(np.int32, (layer, sizes["T"], heads, num_kv_heads, sizes["L"], sizes["B"])),

@@ -21,7 +21,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.engine.api import PAGE_TOKENS, Block, Extend, Open, SequenceId
+from tinyloop_service.engine.api import PAGE_TOKENS, Block, Extend, Open, Prefill, SequenceId
 from tinyloop_service.types import Sampling
 
 Ints = NDArray[np.int32]
@@ -122,6 +122,16 @@ class SequenceTable:
         pages = struct.pack(f"{len(blocks) * depth}i", *chain.from_iterable(blocks))
         words[:, :, 1] = np.frombuffer(pages, np.int32).reshape(len(blocks), depth)
         return words.reshape(-1, 2)
+
+    def not_filled(self, extended: Ints, prefills: Iterable[Prefill]) -> Ints:
+        """Of pages that `extend` gave, those that these chunks do not write from the first token to the last."""
+        slots, blocks = extended[:, 0] // (self._max_layers * self._max_blocks), extended[:, 0] % self._max_blocks
+        kept = np.ones(len(extended), bool)
+        for prefill in prefills:
+            first, end = -(-prefill.start // PAGE_TOKENS), (prefill.start + len(prefill.tokens)) // PAGE_TOKENS
+            if first < end:
+                kept &= (slots != self._open[prefill.seq].slot) | (blocks < first) | (blocks >= end)
+        return extended[kept, 1]
 
     def drop(self, seq: SequenceId, first_block: int) -> None:
         sequence = self._open[seq]

@@ -113,7 +113,7 @@ class Planner:
             poisoned=staging.put(np.array(plan.released if self._debug else (), np.int32)),
             copied=staging.put(copied),
             written=staging.put(np.concatenate([pages, moved])),
-            zeroed=staging.put(pages[:, 1]),
+            zeroed=staging.put(self._table.not_filled(pages, plan.prefill)),
             cloned=staging.put(_ints(clones, 3)),
             first=first,
             prompts=prompts,
