@@ -142,15 +142,11 @@ DEVICE void weigh_block(State& state, float (&factor)[2], Scores& scores, const 
   weigh_page(state, factor, scores, scale);
 }
 
-// All pages of the tile, into the state.
-DEVICE void attend(State& state, const Queries& queries, Rings& rings, Feed& feed, const Rows& rows, const Tile& tile,
-                   float scale) {
-  fence_for_wgmma();
-  Step step = feed.step;
+// All pages of the tile from `step` on, into the state; the first kRing copies are under way.
+DEVICE void attend(State& state, const Queries& queries, Rings& rings, Feed& feed, Step step, const Rows& rows,
+                   const Tile& tile, float scale) {
   Attending attending;
   attending.sight = select_rows(attending.position, step, rows, tile);
-#pragma unroll 1
-  for (int i = 0; i < kRing; ++i) copy_next(feed, rings, rows, tile);
   Scores scores;
   u32 weights[kSteps][4];
   float factor[2];
@@ -196,12 +192,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   const Tile tile = read_tile(tiles, num_tiles - 1 - rank / num_heads);
   if (tile.num_rows == 0) return;
   read_rows(rows, tile, token_slot, token_position);
+  fence_for_wgmma();
+  __syncthreads();
+  const Step step = first_step(rows, tile);
+  Feed feed = {pool, tables + table_offset, table_stride, kv_head, num_kv_heads, step, 0, -1, 0, 0};
+  feed.page = page_of(feed);
+#pragma unroll 1
+  for (int i = 0; i < kRing; ++i) copy_next(feed, rings, rows, tile);
   Queries queries;
   load_queries(queries, q, tile, head, num_heads);
-  __syncthreads();
-  Feed feed = {pool, tables + table_offset, table_stride, kv_head, num_kv_heads, first_step(rows, tile), 0, -1, 0, 0};
-  feed.page = page_of(feed);
   State state = no_state();
-  attend(state, queries, rings, feed, rows, tile, scale);
+  attend(state, queries, rings, feed, step, rows, tile, scale);
   store(a, state, tile, head, num_heads);
 }

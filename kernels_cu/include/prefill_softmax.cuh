@@ -74,17 +74,39 @@ DEVICE void pack_weights(u32 (&weights)[kSteps][4], const Scores& scores) {
       weights[s][i] = pack_half2(scores[2 * s + i / 2][2 * (i % 2)], scores[2 * s + i / 2][2 * (i % 2) + 1]);
 }
 
+// words[j] of lane t of four neighbours ↔ words[t] of lane j.
+DEVICE void transpose_quad(u32 (&words)[4]) {
+#pragma unroll
+  for (int mask = 1; mask <= 2; mask *= 2) {
+    const bool upper = threadIdx.x & mask;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j & mask) continue;
+      const u32 got = shuffle_xor(upper ? words[j] : words[j + mask], mask);
+      words[j] = upper ? got : words[j];
+      words[j + mask] = upper ? words[j + mask] : got;
+    }
+  }
+}
+
+// a's rows, 16 bytes of a row at a time.
 DEVICE void store(u16* a, const State& state, const Tile& tile, int head, int num_heads) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const float inverse[2] = {1.0f / row_sum(state.sum[0]), 1.0f / row_sum(state.sum[1])};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float sum = row_sum(state.sum[half]);
     const int i = 16 * warp + g + 8 * half;
-    if (i >= tile.num_rows) continue;
-    const float inverse = 1.0f / sum;
-    u32* row = reinterpret_cast<u32*>(a + (static_cast<u64>(tile.first_row + i) * num_heads + head) * kHeadDim);
+    uint4* row = reinterpret_cast<uint4*>(a + (static_cast<u64>(tile.first_row + i) * num_heads + head) * kHeadDim);
 #pragma unroll
-    for (int n = 0; n < kDimTiles; ++n)
-      row[4 * n + t] = pack_half2(state.o[n][2 * half] * inverse, state.o[n][2 * half + 1] * inverse);
+    for (int first = 0; first < kDimTiles; first += 4) {
+      u32 words[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* o = state.o[first + j] + 2 * half;
+        words[j] = pack_half2(o[0] * inverse[half], o[1] * inverse[half]);
+      }
+      transpose_quad(words);
+      if (i < tile.num_rows) row[first + t] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
   }
 }

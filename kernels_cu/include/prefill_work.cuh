@@ -75,8 +75,14 @@ DEVICE Step own_step(const Rows& rows, const Tile& tile, int first) {
   return step_of(rows, first, end_of_sequence(rows, tile, first), tile.shared, kNoBlock, tile.window);
 }
 
+// All pages of a tile of one sequence: what step_of would say, known without its rows.
+DEVICE Step only_step(const Tile& tile) {
+  const int first_block = tile.window > 0 ? max(0, (tile.position - tile.window + 1) / kPageTokens) : 0;
+  return {0, tile.num_rows, tile.slot, first_block, (tile.position + tile.num_rows - 1) / kPageTokens + 1};
+}
+
 DEVICE Step first_step(const Rows& rows, const Tile& tile) {
-  if (tile.shared == 0) return step_of(rows, 0, tile.num_rows, 0, kNoBlock, tile.window);
+  if (tile.shared == 0) return only_step(tile);
   const Step shared = step_of(rows, 0, tile.num_rows, 0, tile.shared, tile.window);
   return shared.block < shared.end_block ? shared : own_step(rows, tile, 0);
 }
