@@ -97,8 +97,8 @@ DEVICE void copy_next(Feed& feed, Rings& rings, const Rows& rows, const Tile& ti
   if (feed.page >= 0) feed.page = advance(feed.step, rows, tile) ? page_of(feed) : -1;
 }
 
-// What was to land has landed, for all threads; and nobody reads what the last turn read.  Landed copies need no
-// fence_for_wgmma, which would wait for the copies of later pages as well: it is for ordinary stores.
+// What was to land has landed, for all threads; and nobody reads what the last turn read.  As in CUTLASS's pipelines of
+// these copies and products, nothing else is between them: fence_for_wgmma would wait for later pages too.
 template <int kGroups>
 DEVICE void wait_for_pages() {
   cp_async_wait<kGroups>();

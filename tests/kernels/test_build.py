@@ -22,6 +22,7 @@ GQA_64 = {"TL_HEAD_DIM": 64, "TL_QUERIES_PER_KV": 4}
 VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "decode_attention": (GQA_64,),
     "prefill_attention": (GQA_64,),
+    "prefill_attention_wide": (GQA_64,),
     "rope": ({"TL_HEAD_DIM": 64, "TL_INTERLEAVED": 1},),
     "norm": ({"TL_CHUNKS": 1},),
     "linear": (

@@ -131,7 +131,8 @@ class SequenceTable:
             first, end = -(-prefill.start // PAGE_TOKENS), (prefill.start + len(prefill.tokens)) // PAGE_TOKENS
             if first < end:
                 kept &= (slots != self._open[prefill.seq].slot) | (blocks < first) | (blocks >= end)
-        return extended[kept, 1]
+        pages: Ints = extended[kept, 1]
+        return pages
 
     def drop(self, seq: SequenceId, first_block: int) -> None:
         sequence = self._open[seq]
