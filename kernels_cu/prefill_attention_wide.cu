@@ -1,7 +1,7 @@
 // prefill_attention on sm_90a: what prefill_attention.cu says, with the products of a warpgroup (wgmma).
 //
-// The algebra, the arguments, the tiles and the rounding points are those of prefill_attention.cu.  Only a product's own
-// order of summing may differ, so the two give bits of their own; each gives a token the same under every cut.
+// The algebra, the arguments, the tiles and the rounding points are those of prefill_attention.cu.  Only a product's
+// own order of summing differs, so the two give bits of their own; each gives a token the same under every cut.
 //
 // A block is a tile and a head: one warpgroup, which goes through the tile's pages in order.  The scores of a page and
 // the mix of the page before it are under way together, so that the tensor cores work while exponents are taken:
@@ -13,8 +13,8 @@
 //
 //    turn j reads K of page j + 1 and V of page j; on their way are K of j + 2, j + 3 and V of j + 1, j + 2.
 //
-// In shared memory rows of 64 halves follow each other, their 16-byte pieces swizzled (ptx_sm90.cuh): copies and products
-// meet no bank twice, and a copy asks the L2 cache for whole lines.
+// In shared memory rows of 64 halves follow each other, their 16-byte pieces swizzled (ptx_sm90.cuh): copies and
+// products meet no bank twice, and a copy asks the L2 cache for whole lines.
 //
 //    K  [D/64][64 tokens][64 dims]    b operand of the scores
 //    V  [D dims][64 tokens]           b operand of the mix

@@ -13,8 +13,8 @@
 //   layer, T, H, G, max_layers, max_blocks.   D is 64 or 128; 16-byte alignment.
 //
 // The first blocks are a V head of 64 tokens each: V is transposed through shared memory, and written 8 tokens at a
-// time where 8 rows that begin at a multiple of 8 are neighbours in a page too.  The others turn: a thread takes 8 pairs
-// of a token in 4 heads of q and K; the threads of a token are neighbours, so that its cos and sin are read once.
+// time where 8 rows that begin at a multiple of 8 are neighbours in a page too.  The others turn: a thread takes 8
+// pairs of a token in 4 heads of q and K; a token's threads are neighbours, so that its cos and sin are read once.
 // All loads are under way while the tokens' places are looked up, and 1024 tokens are on the device at once.
 //
 // fp32: the rotation, products and sum each rounded; fp16: what is stored.  Bytes: (H + 2G)·D·2 read and written a
@@ -157,7 +157,8 @@ struct Values {
 // The words of a token; those that are read together, 8 tokens apart, lie in banks of their own.
 DEVICE int row_of(int token) { return token * kRowWords + token / (kTokens / 2) * 4; }
 
-DEVICE void stage_values(Values& values, const u16* qkv, int first_token, int num_tokens, int head, const Shape& shape) {
+DEVICE void stage_values(Values& values, const u16* qkv, int first_token, int num_tokens, int head,
+                         const Shape& shape) {
   uint4 pieces[kValuePieces];
 #pragma unroll
   for (int i = 0; i < kValuePieces; ++i) {

@@ -32,7 +32,7 @@ DEVICE SharedMatrix shared_matrix(const void* shared, int next_k, int next_rows)
   return {start | static_cast<u64>(next_k >> 4) << 16 | static_cast<u64>(next_rows >> 4) << 32};
 }
 
-// The same where rows of 64 halves follow each other, 128 bytes each, and piece c (16 bytes) of row r lies at c ^ r % 8.
+// The same where rows of 64 halves follow each other, 128 bytes each, and piece c (16 bytes) of row r is at c ^ r % 8.
 // shared: of row 0, a multiple of 1024; 16 further k are 32 bytes on, 8 further rows 1024.
 DEVICE SharedMatrix swizzled_matrix(const void* shared) {
   const u64 start = (shared_address(shared) & 0x3ffff) >> 4;
@@ -99,7 +99,8 @@ DEVICE void wgmma_wait() {
 // arithmetic that is meant to overlap with the products.
 DEVICE void wait_for_value(float value) {
   TL_ONLY_SM90(asm volatile("{\n.reg .pred sound, any;\nsetp.geu.f32 sound, %0, 0f00000000;\n"
-                            "vote.sync.any.pred any, sound, 0xffffffff;\n@any bra.uni next;\ntrap;\nnext:\n}" ::"f"(value)
+                            "vote.sync.any.pred any, sound, 0xffffffff;\n@any bra.uni next;\ntrap;\nnext:\n}"
+                            ::"f"(value)
                             : "memory"));
 }
 
