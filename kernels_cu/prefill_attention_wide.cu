@@ -97,11 +97,11 @@ DEVICE void copy_next(Feed& feed, Rings& rings, const Rows& rows, const Tile& ti
   if (feed.page >= 0) feed.page = advance(feed.step, rows, tile) ? page_of(feed) : -1;
 }
 
-// What was to land has landed, for all threads; and nobody reads what the last turn read.  As in CUTLASS's pipelines of
-// these copies and products, nothing else is between them: fence_for_wgmma would wait for later pages too.
+// What was to land has landed, for all threads and for products too; and nobody reads what the last turn read.
 template <int kGroups>
 DEVICE void wait_for_pages() {
   cp_async_wait<kGroups>();
+  fence_for_wgmma();
   __syncthreads();
 }
 
