@@ -7,9 +7,10 @@
 //
 // weights  INT4 or half tiles (weight_tiles.cuh), num_tiles · 16 outputs × num_inputs, 16-byte aligned
 // scales   half [num_tiles][num_inputs/group][8][2]; null for half weights
-// x        half [rows][num_inputs]
+// x        half [rows][num_inputs], or in columns (TL_COLUMNS, columns.cuh)
 // num_inputs is a multiple of max(64, group); head_dim is 16, 32, 64 …
 // keep     whether the weights should stay in L2 for their next use
+// Read ahead of dependency_wait, so that they must be older than the kernel in front: as linear.cu.
 // Tile rows: linear.cu.
 //
 // Mapping, order of sums, shared memory: wide.cuh.  grid: x the outputs / (64 · warpgroups), or fewer for several
@@ -17,6 +18,7 @@
 // linear_qkv has one round.
 // Accumulators and epilogues are fp32; q, K, V and h are rounded once, as they are stored.
 // Bytes: the weights once; x (rows · num_inputs / gridDim.y halves) by every block, out of L2.
+#include "columns.cuh"
 #include "heads.cuh"
 #include "stores.cuh"
 #include "wide.cuh"
@@ -28,12 +30,34 @@
 #ifndef TL_EPILOGUE
 #define TL_EPILOGUE PARTIALS
 #endif
+#ifndef TL_H_COLUMNS
+#define TL_H_COLUMNS 0
+#endif
+
+// Epilogues get the sums of two rows of the batch at a time: `row` is even, x and y of the sums are tile row g's for
+// row and row + 1, z and w tile row g+8's.
+
+// An epilogue of single rows (stores.cuh), of all rows in turn.
+template <class Store>
+struct EachRow {
+  Store row_store;
+  int rows;
+
+  DEVICE void load() {}
+
+  DEVICE void store(int tile, int g, int row, const float4& sums) {
+    if (row < rows) row_store.store(tile, g, row, sums.x, sums.z);
+    if (row + 1 < rows) row_store.store(tile, g, row + 1, sums.y, sums.w);
+  }
+};
 
 #if TL_EPILOGUE == QKV
-// Of each of this lane's rows, in shared memory, [row][what][thread]: looked up while the product runs.
-constexpr int kOwnRows = kOwnTiles * 2;
-constexpr int kLookUps = 3;  // page, cosine, sine
-constexpr int kLookUpBytes = kOwnRows * kLookUps * kThreads * 4;
+// In shared memory before all else: of each row that this block finishes where it goes, then its angles
+// [row][warp][kAngles], 8 cosines and 8 sines of the warp's tile.
+constexpr int kOwnRows = kOwnTiles * 8;
+constexpr int kAngles = 16;
+constexpr int kTargetBytes = kOwnRows * sizeof(Target);
+constexpr int kLookUpBytes = kTargetBytes + kOwnRows * kWarps * kAngles * 4;
 
 struct StoreHeads {
   Pages pages;
@@ -41,44 +65,50 @@ struct StoreHeads {
   const float* cos;  // [max_seq_len][D/2]
   const float* sin;
   int rows, rank;
-  i32* found;        // this thread's
-  int tile;
-  int at[kOwnRows], slot[kOwnRows];
+  Target* targets;   // shared
+  float* angles;     // shared
 
-  DEVICE void load(int first_tile) {
-    tile = first_tile;
+  // Row i of the ith of this block's own row tiles.
+  DEVICE int own_row(int tile, int i) const { return (tile * kCluster + rank) * 8 + i; }
+
+  // Pieces of angles: [row of a row tile][warp][4], of which each thread has one for every row tile.
+  DEVICE void load() {
+    const int piece = threadIdx.x % 4, tile = tile_of(threadIdx.x / 4 % kWarps, 0), i = threadIdx.x / 4 / kWarps;
+    int position[kOwnTiles];
 #pragma unroll
-    for (int i = 0; i < kOwnRows; ++i) {
-      const int row = (i / 2 * kCluster + rank) * 8 + threadIdx.x % 4 * 2 + i % 2;
-      at[i] = row < rows ? pages.position[row] : -1;
-      slot[i] = row < rows ? pages.row_slot[row] : -1;
+    for (int n = 0; n < kOwnTiles; ++n) position[n] = own_row(n, i) < rows ? pages.position[own_row(n, i)] : -1;
+    load_target();
+    const int pair = tile_in_head(heads, tile) * 8 + piece % 2 * 4;
+    const float* table = (piece < 2 ? cos : sin) + pair;
+#pragma unroll
+    for (int n = 0; n < kOwnTiles; ++n) {
+      if (position[n] < 0 || !is_turned(heads, tile)) continue;
+      const long long from = static_cast<long long>(position[n]) * (head_dim(heads) / 2);
+      *reinterpret_cast<uint4*>(angles + (n * kThreads + threadIdx.x) * 4) =
+          load_global(reinterpret_cast<const uint4*>(table + from));
     }
   }
 
-  DEVICE void prepare() {
-    const int pair = tile_in_head(heads, tile) * 8 + threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int i = 0; i < kOwnRows; ++i) {
-      if (at[i] < 0 || slot[i] < 0) continue;
-      i32* to = found + i * kLookUps * kThreads;
-      cp_async4(to, page_of(pages, at[i], slot[i]));
-      if (!is_turned(heads, tile)) continue;
-      const long long from = static_cast<long long>(at[i]) * (head_dim(heads) / 2) + pair;
-      cp_async4(to + kThreads, cos + from);
-      cp_async4(to + 2 * kThreads, sin + from);
-    }
+  DEVICE void load_target() {
+    if (threadIdx.x >= kOwnRows) return;
+    const int row = own_row(threadIdx.x / 8, threadIdx.x % 8);
+    const int position = row < rows ? pages.position[row] : -1, slot = row < rows ? pages.row_slot[row] : -1;
+    const i32 page = position < 0 || slot < 0 ? -1 : *page_of(pages, position, slot);
+    targets[threadIdx.x] = target_of(pages, heads, page, position);
   }
 
-  DEVICE void finish() { cp_async_wait<0>(); }
+  DEVICE void store(int tile, int g, int row, const float4& sums) {
+    const int own = row / 8 / kCluster * 8 + row % 8;  // among this block's rows
+    store_row(tile, g, row, own, sums.x, sums.z);
+    store_row(tile, g, row + 1, own + 1, sums.y, sums.w);
+  }
 
-  DEVICE void store(int, int g, int row, float low, float high) {
-    const int i = row / 8 / kCluster * 2 + row % 2;
-    const i32* from = found + i * kLookUps * kThreads;
-    if (at[i] < 0 || slot[i] < 0) return;
-    const Target target = target_of(pages, heads, from[0], at[i]);
+  DEVICE void store_row(int tile, int g, int row, int own, float low, float high) {
+    const Target target = targets[own];
+    if (!target.page) return;
     if (!is_turned(heads, tile)) return store_value(heads, target, tile, g, low, high);
-    store_turned(heads, target, tile, g, row, low, high, __int_as_float(from[kThreads]),
-                 __int_as_float(from[2 * kThreads]));
+    const float* angle = angles + (own * kWarps + threadIdx.x / 32) * kAngles + g;
+    store_turned(heads, target, tile, g, row, low, high, angle[0], angle[8]);
   }
 };
 
@@ -98,19 +128,40 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
                          sin,
                          rows,
                          static_cast<int>(blockIdx.y % kCluster),
-                         reinterpret_cast<i32*>(shared) + threadIdx.x};
+                         reinterpret_cast<Target*>(shared),
+                         reinterpret_cast<float*>(shared + kTargetBytes)};
   multiply_wide(p, shared + kLookUpBytes, epilogue);
 }
 #endif
 
 #if TL_EPILOGUE == GATE_UP
-// h  half [rows][num_tiles·8]
+// h in columns: neighbouring channels are two lanes', which share what they have of two rows.
+struct StoreColumns {
+  u32* h;
+
+  DEVICE void load() {}
+
+  DEVICE void store(int tile, int g, int row, const float4& sums) {
+    const float first = gated(sums.x, sums.z), second = gated(sums.y, sums.w);
+    const bool is_odd = g % 2 == 1;
+    const float others = shuffle_xor(is_odd ? first : second, 4);
+    const u32 pair = is_odd ? pack_half2(others, second) : pack_half2(first, others);
+    h[word_in_columns(tile * 8 + g - g % 2, row + g % 2, kRowTiles * 8)] = pair;
+  }
+};
+
+// h  half [rows][num_tiles·8], or in columns (TL_H_COLUMNS)
 extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads, 1)
     linear_gate_up(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
                    int keep, u16* h) {
   DYNAMIC_SHARED(shared);
-  StoreChannels epilogue = {{}, h, num_tiles * 8};
-  multiply_wide({weights, scales, x, rows, num_tiles, num_inputs, keep != 0}, shared, epilogue);
+  const Product p = {weights, scales, x, rows, num_tiles, num_inputs, keep != 0};
+#if TL_H_COLUMNS
+  StoreColumns epilogue = {reinterpret_cast<u32*>(h)};
+#else
+  EachRow<StoreChannels> epilogue = {{{}, h, num_tiles * 8}, rows};
+#endif
+  multiply_wide(p, shared, epilogue);
 }
 #endif
 
@@ -121,7 +172,7 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
                     int keep, float* partials) {
   DYNAMIC_SHARED(shared);
   const int width = num_tiles * kTileRows, partial = blockIdx.y / kCluster;
-  StoreSums epilogue = {{}, partials + static_cast<long long>(partial) * rows * width, width};
+  EachRow<StoreSums> epilogue = {{{}, partials + static_cast<long long>(partial) * rows * width, width}, rows};
   multiply_wide({weights, scales, x, rows, num_tiles, num_inputs, keep != 0}, shared, epilogue);
 }
 #endif
@@ -132,7 +183,7 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
     linear_logits(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
                   int keep, float* logits) {
   DYNAMIC_SHARED(shared);
-  StoreSums epilogue = {{}, logits, num_tiles * kTileRows};
+  EachRow<StoreSums> epilogue = {{{}, logits, num_tiles * kTileRows}, rows};
   multiply_wide({weights, scales, x, rows, num_tiles, num_inputs, keep != 0}, shared, epilogue);
 }
 #endif

@@ -4,15 +4,19 @@
 // x, x_out  float [rows][width], may be the same; x_out null: x is as it should be
 // partials  float [num_partials][rows][width], 0 to 16 of them
 // gains     half [width] or null                      injected  float [rows][width] or null
-// y         half [rows][width]
+// y         half [rows][width], or in columns (TL_COLUMNS, columns.cuh)
 // width is a multiple of 4 and at most 1024 · TL_CHUNKS; everything 16-byte aligned.
 // With TL_NORM_ONLY there is nothing but x, gain and y, and the other arguments are not read: the same bits out of fewer
 // registers, so that all rows of a prompt are under way at once.
 // Bytes of a row: x once or twice, partials once, y once.  Gains are read before the kernel that makes x has finished.
+#include "columns.cuh"
 #include "fold_row.cuh"
 
 #ifndef TL_NORM_ONLY
 #define TL_NORM_ONLY 0
+#endif
+#ifndef TL_COLUMNS
+#define TL_COLUMNS 0
 #endif
 
 extern "C" __global__ void __launch_bounds__(kFoldThreads)
@@ -27,10 +31,17 @@ extern "C" __global__ void __launch_bounds__(kFoldThreads)
                           inverse_width};
   const Fold f = TL_NORM_ONLY ? norm_only : whole;
   const Gains gains = load_gains(f);
-  const int row = blockIdx.x;
+  const int row = blockIdx.x, num_rows = rows_of_columns(rows);
   u16* y_row = y + static_cast<long long>(row) * width;
+  u32* y_words = reinterpret_cast<u32*>(y);
   dependency_launch();
   dependency_wait();
-  fold_rows<1>(f, gains, row, scratch,
-               [&](int, int column, uint2 halves) { *reinterpret_cast<uint2*>(y_row + column) = halves; });
+  fold_rows<1>(f, gains, row, scratch, [&](int, int column, uint2 halves) {
+    if constexpr (TL_COLUMNS) {
+      y_words[word_in_columns(column, row, num_rows)] = halves.x;
+      y_words[word_in_columns(column + 2, row, num_rows)] = halves.y;
+    } else {
+      *reinterpret_cast<uint2*>(y_row + column) = halves;
+    }
+  });
 }

@@ -114,12 +114,12 @@ DEVICE void fence_for_wgmma() { TL_ONLY_SM90(asm volatile("fence.proxy.async.sha
 DEVICE void cluster_arrive() { TL_ONLY_SM90(asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory")); }
 DEVICE void cluster_wait() { TL_ONLY_SM90(asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory")); }
 
-// In shared memory: counts the bytes that other blocks have stored to this one.
+// In shared memory: counts the bytes that bulk copies and other blocks have stored to this one.
 struct alignas(8) Arrivals {
   u64 state;
 };
 
-// By one thread, before the cluster_arrive that comes before the first use.
+// By one thread, before the barrier (or, for others' stores, the cluster_arrive) that comes before the first use.
 DEVICE void start_arrivals(Arrivals* arrivals) {
   TL_ONLY_SM90(asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(
                                 shared_address(arrivals))
@@ -133,12 +133,32 @@ DEVICE void expect_bytes(Arrivals* arrivals, int bytes) {
                             : "memory"));
 }
 
-// Until all bytes of this round have come; rounds are even and odd in turn, the first one even.
+// Whether all bytes of this round have come; rounds are even and odd in turn, the first one even.  Bytes from other
+// blocks, too, are seen then without the scope of a cluster, which would empty the L1 cache every time.
+DEVICE bool has_arrived(Arrivals* arrivals, int round) {
+  u32 done = 0;
+  TL_ONLY_SM90(asm volatile("{\n.reg .pred done;\n"
+                            "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                            "selp.u32 %0, 1, 0, done;\n}"
+                            : "=r"(done)
+                            : "r"(shared_address(arrivals)), "r"(round & 1)
+                            : "memory"));
+  return done != 0;
+}
+
+// Until they have.  All lanes of a warp wait together: so the compiler sees that they go on together, and keeps
+// addresses of wgmma in uniform registers.
 DEVICE void wait_for_bytes(Arrivals* arrivals, int round) {
-  TL_ONLY_SM90(asm volatile("{\n.reg .pred done;\nagain:\n"
-                            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-                            "@!done bra again;\n}" ::"r"(shared_address(arrivals)),
-                            "r"(round & 1)
+  while (ballot(has_arrived(arrivals, round)) != TL_FULL_WARP) {
+  }
+}
+
+// Copies from global to this block's shared memory, without waiting, and counts the bytes in `arrivals`.  By one
+// thread; addresses and bytes are multiples of 16.
+DEVICE void copy_bulk(void* shared, const void* global, int bytes, Arrivals* arrivals) {
+  TL_ONLY_SM90(asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+                                "r"(shared_address(shared)),
+                            "l"(global), "r"(bytes), "r"(shared_address(arrivals))
                             : "memory"));
 }
 

@@ -12,14 +12,19 @@ struct NothingToPrepare {
   DEVICE void finish() {}
 };
 
+// silu(gate) · up.
+DEVICE float gated(float gate, float up) {
+  const float silu = gate / (1.0f + exp2_fast(gate * -1.44269504f));  // far below zero: −x / inf = −0
+  return silu * up;
+}
+
 // h[row][8·tile + g] = silu(gate) · up, rounded to half.
 struct StoreChannels : NothingToPrepare {
   u16* h;  // [rows][width]
   int width;
 
   DEVICE void store(int tile, int g, int row, float gate, float up) {
-    const float silu = gate / (1.0f + exp2_fast(gate * -1.44269504f));  // far below zero: −x / inf = −0
-    h[static_cast<long long>(row) * width + tile * 8 + g] = float_to_half(silu * up);
+    h[static_cast<long long>(row) * width + tile * 8 + g] = float_to_half(gated(gate, up));
   }
 };
 

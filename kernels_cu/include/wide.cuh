@@ -14,14 +14,12 @@
 // Order of every sum: matmul.cuh.  The parts of a cluster are summed as a tree by the blocks of the cluster, every
 // block for its own row tiles (rank = tile % kCluster), which the others send to its shared memory.
 //
-// Memory: weights come through a ring in shared memory by asynchronous copies, kDepth − 1 stages ahead; a stage is a
-// unit of max(64, group) inputs; each lane reads only what it copied itself.  Activations come all at once, through
-// registers, word by word into the places where wgmma wants them:
-//
-//    x  [k8][row][t] 4 B, k8 = 8·block + 4·half + c       word c of the 16 bytes at k = 64·block + 32·half + 8·t
-//
-// so that step s of a block multiplies k8 = 2·s and 2·s + 1 (weight_tiles.cuh), each of which is a column of 8x8
-// matrices; kColumnBytes apart, an odd number of 16 bytes, so that a warp's stores meet no bank twice.
+// Memory: weights come through a ring in shared memory by asynchronous copies, kDepth stages of a unit of max(64,
+// group) inputs; each lane reads only what it copied itself.  Activations of the slice are there all at once, in
+// columns (columns.cuh), so that step s of a block multiplies columns 2·s and 2·s + 1, each of which is a column of 8x8
+// matrices.  Given in columns, they come by bulk copies of a unit each and are multiplied as they come.  Given in rows,
+// they go through registers, word by word; columns are then an odd number of 16 bytes apart, so that a warp's stores
+// meet no bank twice.
 #pragma once
 #include "wide_feed.cuh"
 
@@ -48,15 +46,15 @@ DEVICE void load_block(u32 (&fragments)[4][4], const uint4* pieces) {
   }
 }
 
-// What a thread has of the weights ahead: the fragments of the next unit's first block.
+// The fragments of a unit's first block: where kLooksAhead, of the next unit.
 struct Ahead {
   u32 fragments[4][4];
   int slot;  // of the ring, where the next unit is
 };
 
-// The next unit's first block, once at most kDepth − 2 stages are under way.
+// The next unit's first block, once at most kDepth − 1 stages are under way.
 DEVICE void look_ahead(Ahead& ahead, const Share& s) {
-  cp_async_wait<kDepth - 2>();
+  cp_async_wait<kDepth - 1>();
   load_block(ahead.fragments, s.weights + ahead.slot * kStepPieces * kThreads);
 }
 
@@ -69,8 +67,9 @@ DEVICE void start_block(Sums& sums, const u32 (&fragments)[4][4], SharedMatrix x
   wgmma_commit();
 }
 
-// The same of a block of two groups.
-DEVICE void multiply_groups(Sums& sums, Sums& group, const u32 (&fragments)[4][4], SharedMatrix x, const u32* scales) {
+// sums += a block of two groups.
+DEVICE void multiply_groups(Sums& sums, Sums& group, const u32 (&fragments)[4][4], SharedMatrix x,
+                            const u32 (&scales)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     wgmma_fence();
@@ -78,59 +77,73 @@ DEVICE void multiply_groups(Sums& sums, Sums& group, const u32 (&fragments)[4][4
     wgmma(group, fragments[half * 2 + 1], x + (half * 4 + 2) * kColumnBytes, true);
     wgmma_commit();
     wgmma_wait<0>();
-    fold_group(sums, group, scales[half * kThreads]);
+    fold_group(sums, group, scales[half]);
   }
 }
 
-// sums += a unit, while the weights after it come.
-DEVICE void multiply_unit(Sums& sums, Sums& group, Ahead& ahead, Feed& feed, const Product& p, const Share& s,
-                          SharedMatrix x, u64 policy) {
-  const int slot = ahead.slot;
-  const u32* scales = s.scales + slot * kUnitGroups * kThreads;
-  ahead.slot = slot + 1 == kDepth ? 0 : slot + 1;
-  if constexpr (kUnitBlocks == 2) {
-    start_block(group, ahead.fragments, x, true);
+// group = a unit of two blocks.  The second is unpacked while the first is multiplied; where kLooksAhead, the next
+// unit's first while the second is.
+DEVICE void multiply_two_blocks(Sums& group, Ahead& ahead, Feed& feed, const Product& p, const Share& s, SharedMatrix x,
+                                const uint4* second, u64 policy) {
+  start_block(group, ahead.fragments, x, true);
+  if constexpr (kLooksAhead) {
     u32 fragments[4][4];
-    load_block(fragments, s.weights + (slot * kStepPieces + kPieces) * kThreads);
+    load_block(fragments, second);
     start_block(group, fragments, x + kBlockBytes, false);
-    const u32 scale_pair = scales[0];
     copy_weights(feed, p, s, policy);
-    cp_async_commit();
     wgmma_wait<1>();
     look_ahead(ahead, s);
+  } else {
     wgmma_wait<0>();
-    fold_group(sums, group, scale_pair);
+    load_block(ahead.fragments, second);
+    start_block(group, ahead.fragments, x + kBlockBytes, false);
+    copy_weights(feed, p, s, policy);
+  }
+  wgmma_wait<0>();
+}
+
+// sums += a unit, whose stage is refilled as soon as it has been read.
+DEVICE void multiply_unit(Sums& sums, Sums& group, Ahead& ahead, Feed& feed, const Product& p, const Share& s,
+                          SharedMatrix x, u64 policy) {
+  if constexpr (!kLooksAhead) look_ahead(ahead, s);
+  const uint4* weights = s.weights + ahead.slot * kStepPieces * kThreads;
+  u32 scales[2] = {};
+#pragma unroll
+  for (int i = 0; i < kUnitGroups; ++i) scales[i] = s.scales[(ahead.slot * kUnitGroups + i) * kThreads];
+  ahead.slot = ahead.slot + 1 == kDepth ? 0 : ahead.slot + 1;
+  if constexpr (kUnitBlocks == 2) {
+    multiply_two_blocks(group, ahead, feed, p, s, x, weights + kPieces * kThreads, policy);
   } else {
     copy_weights(feed, p, s, policy);
-    cp_async_commit();
     if constexpr (kGroup == 32) multiply_groups(sums, group, ahead.fragments, x, scales);
     else start_block(kGroup == kFp16 ? sums : group, ahead.fragments, x, kGroup != kFp16);
     wgmma_wait<0>();
-    if constexpr (kGroup == 64) fold_group(sums, group, scales[0]);
-    look_ahead(ahead, s);
+    if constexpr (kLooksAhead) look_ahead(ahead, s);
   }
+  if constexpr (kGroup >= 64) fold_group(sums, group, scales[0]);
 }
 
-// sums: this warp's tile over the slice.
+// sums: this warp's tile over the slice, its parts one after the other.
 DEVICE void multiply_round(Sums& sums, Ahead& ahead, Feed& feed, const Product& p, const Share& s, u64 policy) {
-  Sums group = {}, first = {};
+  Sums group = {}, part_sums = {};
   SharedMatrix x = shared_matrix(s.x, kColumnBytes, 128);
+  int unit = 0;
 #pragma unroll 1
-  for (int unit = 0; unit < s.num_units; ++unit) {
-    if (kParts == 2 && unit == s.first_part) {
-#pragma unroll
-      for (int n = 0; n < kRowTiles; ++n)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) first[n][j] = sums[n][j], sums[n][j] = 0.0f;
+  for (int part = 0; part < kParts; ++part) {
+    const int end = part + 1 == kParts ? s.num_units : s.first_part;
+#pragma unroll 1
+    for (; unit < end; ++unit) {
+      if constexpr (kColumns) wait_for_bytes(s.x_landed + unit, 0);
+      multiply_unit(part_sums, group, ahead, feed, p, s, x, policy);
+      x = x + kUnitBytes;
     }
-    multiply_unit(sums, group, ahead, feed, p, s, x, policy);
-    x = x + kUnitBlocks * kBlockBytes;
-  }
-  if constexpr (kParts == 2) {
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sums[n][j] = first[n][j] + sums[n][j];
+      for (int j = 0; j < 4; ++j) {
+        sums[n][j] = part == 0 ? part_sums[n][j] : sums[n][j] + part_sums[n][j];
+        part_sums[n][j] = 0.0f;
+      }
   }
 }
 
@@ -148,73 +161,79 @@ DEVICE float4 sum_ranks(const float4& own, const float4* received, int rank, int
   }
 }
 
+DEVICE float4 tile_sums(const float (&sums)[4]) { return make_float4(sums[0], sums[1], sums[2], sums[3]); }
+
+// Of this block's own row tiles the ith.
+DEVICE float4 own_sums(const Sums& sums, int rank, int i) {
+  float4 own = tile_sums(sums[i * kCluster]);
+#pragma unroll
+  for (int n = i * kCluster + 1; n < min(kRowTiles, (i + 1) * kCluster); ++n)
+    if (n == i * kCluster + rank) own = tile_sums(sums[n]);
+  return own;
+}
+
 // Sends the sums of others' row tiles to them.
 DEVICE void send_sums(const Sums& sums, const Share& s, int round) {
   const int own_tiles = (kRowTiles + kCluster - 1 - s.rank) / kCluster;
   cluster_wait();  // what was received before has been read
   if (threadIdx.x % 128 == 0 && own_tiles > 0)
-    expect_bytes(s.arrivals, (kCluster - 1) * own_tiles * 128 * static_cast<int>(sizeof(float4)));
+    expect_bytes(s.received, (kCluster - 1) * own_tiles * 128 * static_cast<int>(sizeof(float4)));
 #pragma unroll
   for (int n = 0; n < kRowTiles; ++n) {
     const int owner = n % kCluster;
     if (owner == s.rank) continue;
     const int place = ((s.rank - owner) & (kCluster - 1)) - 1;  // of this block among those that send to the owner
-    store_in_cluster(s.receive + (place * kOwnTiles + n / kCluster) * kThreads, s.arrivals, owner,
-                     make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]));
+    store_in_cluster(s.receive + (place * kOwnTiles + n / kCluster) * kThreads, s.received, owner, tile_sums(sums[n]));
   }
-  if (own_tiles > 0) wait_for_bytes(s.arrivals, round);
+  if (own_tiles > 0) wait_for_bytes(s.received, round);
 }
 
-// The cluster's slices summed, and epilogue.store(tile, g, row, low, high) called once for each tile, g and row of the
-// batch: low is the sum of tile row g, high of tile row g+8.
+// The cluster's slices summed, and epilogue.store(tile, g, row, sums) called for each tile, g and even row of this
+// block's row tiles: x and y are the sums of tile row g for row and row + 1, z and w those of tile row g+8.
 template <class Epilogue>
 DEVICE void reduce_and_store(const Sums& sums, const Product& p, const Share& s, int round, Epilogue& epilogue) {
-  const int tile = tile_of(s, round), g = s.lane / 4, t = s.lane % 4;
+  const int tile = tile_of(s.warp, round), g = s.lane / 4, t = s.lane % 4;
   if constexpr (kCluster > 1) send_sums(sums, s, round);
 #pragma unroll
-  for (int n = 0; n < kRowTiles; ++n) {
-    const int row = n * 8 + t * 2;
-    if (n % kCluster != s.rank || tile >= p.num_tiles || row >= p.rows) continue;
-    const float4 own = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
-    const float4* received = s.receive + (n / kCluster - kOwnTiles) * kThreads;
-    const float4 total = sum_ranks<kCluster>(own, received, s.rank, 0);
-    epilogue.store(tile, g, row, total.x, total.z);
-    if (row + 1 < p.rows) epilogue.store(tile, g, row + 1, total.y, total.w);
+  for (int i = 0; i < kOwnTiles; ++i) {
+    const int n = i * kCluster + s.rank;
+    if (n >= kRowTiles || tile >= p.num_tiles) continue;
+    const float4* received = s.receive + (i - kOwnTiles) * kThreads;
+    epilogue.store(tile, g, n * 8 + t * 2, sum_ranks<kCluster>(own_sums(sums, s.rank, i), received, s.rank, 0));
   }
   if (kCluster > 1 && round + 1 < s.num_rounds) cluster_arrive();
 }
 
-// Everything, the weights first.  Epilogue: load(tile) and prepare() look things up, the second what hangs on the
-// first; finish() when they must be there; store() as above.
+// From weights and activations on their way to activations that are there, or, in columns, on their way.
+template <class Epilogue>
+DEVICE void start(Feed& feed, const Product& p, const Share& s, u64 policy, Epilogue& epilogue) {
+  aim(feed, p, s);
+  start_barriers(s);
+#pragma unroll 1
+  for (int stage = 0; stage < kDepth; ++stage) copy_weights(feed, p, s, policy);
+  if constexpr (kCluster > 1) cluster_arrive();
+  epilogue.load();
+  dependency_launch();
+  dependency_wait();
+  if constexpr (!kColumns) copy_rows(p, s);
+  else if (threadIdx.x == 0) copy_columns(p, s);
+  fence_for_wgmma();
+  __syncthreads();
+}
+
+// Everything, the weights first.  Epilogue: load() looks up what is older than the kernel before; store() as above.
 template <class Epilogue>
 DEVICE void multiply_wide(const Product& p, unsigned char* shared, Epilogue& epilogue) {
   const u64 policy = cache_policy(p.keep);
   const Share s = take_share(p, shared);
   Feed feed = {nullptr, nullptr, s.num_units ? 0 : s.num_rounds, 0, 0};
-  aim(feed, p, s);
-#pragma unroll 1
-  for (int stage = 0; stage < kDepth - 1; ++stage) {
-    copy_weights(feed, p, s, policy);
-    cp_async_commit();
-  }
-  if constexpr (kCluster > 1) {
-    if (threadIdx.x % 128 == 0) start_arrivals(s.arrivals);
-    cluster_arrive();
-  }
-  dependency_launch();
-  dependency_wait();
-  epilogue.load(tile_of(s, 0));
-  copy_x(p, s);
-  epilogue.prepare();
-  fence_for_wgmma();
-  __syncthreads();
+  start(feed, p, s, policy, epilogue);
   Ahead ahead = {};
-  look_ahead(ahead, s);
+  if constexpr (kLooksAhead) look_ahead(ahead, s);
 #pragma unroll 1
   for (int round = 0; round < s.num_rounds; ++round) {
     Sums sums = {};
     multiply_round(sums, ahead, feed, p, s, policy);
-    if (round == 0) epilogue.finish();
     reduce_and_store(sums, p, s, round, epilogue);
   }
 }

@@ -22,6 +22,9 @@
 #ifndef TL_DEPTH
 #define TL_DEPTH 4
 #endif
+#ifndef TL_COLUMNS
+#define TL_COLUMNS 0
+#endif
 #ifndef TL_X_AT_ONCE
 #define TL_X_AT_ONCE 4
 #endif
@@ -32,18 +35,20 @@ constexpr int kWarpgroups = TL_WARPGROUPS;
 constexpr int kParts = TL_PARTS;
 constexpr int kCluster = TL_CLUSTER;
 constexpr int kDepth = TL_DEPTH;
+constexpr bool kColumns = TL_COLUMNS;    // x is given in columns (columns.cuh), else in rows
 constexpr int kThreads = 128 * kWarpgroups, kWarps = kThreads / 32;
 constexpr int kPieces = pieces_per_tile(kGroup);
 constexpr int kUnitBlocks = blocks_per_unit(kGroup);
 constexpr int kUnitGroups = kGroup == 0 ? 0 : kGroup == 32 ? 2 : 1;
-constexpr int kColumnBytes = kRowTiles * 128 + 16;         // 8 k of all rows
+constexpr int kColumnBytes = kRowTiles * 128 + (kColumns ? 0 : 16);  // 8 k of all rows
 constexpr int kBlockBytes = kColumnBytes * 8;              // 64 k
+constexpr int kUnitBytes = kBlockBytes * kUnitBlocks;      // of x
 constexpr int kStepPieces = kUnitBlocks * kPieces;         // that a lane copies of a stage
 constexpr int kOwnTiles = (kRowTiles + kCluster - 1) / kCluster;  // row tiles that a block of the cluster finishes
 constexpr int kReceiveBytes = (kCluster - 1) * kOwnTiles * kThreads * 16;
-constexpr int kArrivalBytes = 64;
 constexpr int kXAtOnce = TL_X_AT_ONCE;  // 16-byte loads of activations under way, a thread's
 constexpr int kItemRows = 4;  // that a warp loads at a time
+constexpr bool kLooksAhead = kParts == 1 || kRowTiles < 8;  // else registers are short
 static_assert(kRowTiles >= 1 && kRowTiles <= 8);
 static_assert(kGroup == kFp16 || kGroup == 32 || kGroup == 64 || kGroup == 128);
 static_assert(kParts == 1 || kParts == 2);
@@ -59,15 +64,16 @@ struct Share {
   int first_part;    // units of its first part
   int num_rounds;
   unsigned char* x;
-  Arrivals* arrivals;  // of the warpgroup
-  float4* receive;   // [source][own row tile][thread], this thread's
-  uint4* weights;    // [stage][piece][thread], this thread's
-  u32* scales;       // [stage][group][thread], this thread's
+  Arrivals* received;   // by the warpgroup
+  Arrivals* x_landed;   // [unit]
+  float4* receive;      // [source][own row tile][thread], this thread's
+  uint4* weights;       // [stage][piece][thread], this thread's
+  u32* scales;          // [stage][group][thread], this thread's
 };
 
-DEVICE int tile_of(const Share& s, int round) {
-  const int outputs = (round * kWarpgroups + s.warp / 4) * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-  return outputs * 4 + s.warp % 4;
+DEVICE int tile_of(int warp, int round) {
+  const int outputs = (round * kWarpgroups + warp / 4) * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+  return outputs * 4 + warp % 4;
 }
 
 DEVICE Share take_share(const Product& p, unsigned char* shared) {
@@ -83,10 +89,11 @@ DEVICE Share take_share(const Product& p, unsigned char* shared) {
   const int round_tiles = gridDim.x * kWarps;
   s.num_rounds = (p.num_tiles + round_tiles - 1) / round_tiles;
   const int most_units = (num_units + gridDim.y - 1) / gridDim.y;
-  s.arrivals = reinterpret_cast<Arrivals*>(shared) + s.warp / 4;
-  shared += kArrivalBytes;
+  s.received = reinterpret_cast<Arrivals*>(shared) + s.warp / 4;
+  s.x_landed = reinterpret_cast<Arrivals*>(shared) + kWarpgroups;
+  shared += (kWarpgroups + most_units + 1) / 2 * 16;
   s.x = shared;
-  shared += most_units * kUnitBlocks * kBlockBytes;
+  shared += most_units * kUnitBytes;
   s.receive = reinterpret_cast<float4*>(shared) + threadIdx.x;
   shared += kReceiveBytes;
   s.weights = reinterpret_cast<uint4*>(shared) + threadIdx.x;
@@ -104,16 +111,14 @@ struct Feed {
 };
 
 DEVICE void aim(Feed& feed, const Product& p, const Share& s) {
-  const long long tile = min(tile_of(s, feed.round), p.num_tiles - 1);
+  const long long tile = min(tile_of(s.warp, feed.round), p.num_tiles - 1);
   const long long block = tile * (p.num_inputs / kBlockInputs) + s.first_unit * kUnitBlocks;
   feed.weights = p.weights + block * kPieces * 32 + s.lane;
   if constexpr (kGroup != kFp16)
     feed.scales = p.scales + (tile * (p.num_inputs / kGroup) + s.first_unit * kUnitGroups) * 8 + s.lane / 4;
 }
 
-// The next stage's weights, if there is one.
-DEVICE void copy_weights(Feed& feed, const Product& p, const Share& s, u64 policy) {
-  if (feed.round >= s.num_rounds) return;
+DEVICE void copy_stage(Feed& feed, const Product& p, const Share& s, u64 policy) {
 #pragma unroll
   for (int i = 0; i < kStepPieces; ++i)
     cp_async16(s.weights + (feed.slot * kStepPieces + i) * kThreads, feed.weights + i * 32, policy);
@@ -123,15 +128,39 @@ DEVICE void copy_weights(Feed& feed, const Product& p, const Share& s, u64 polic
   feed.weights += kStepPieces * 32;
   feed.scales += kUnitGroups * 8;
   feed.slot = feed.slot + 1 == kDepth ? 0 : feed.slot + 1;
-  if (++feed.unit == s.num_units) {
-    feed.unit = 0;
-    ++feed.round;
-    aim(feed, p, s);
+  if (++feed.unit < s.num_units) return;
+  feed.unit = 0;
+  ++feed.round;
+  aim(feed, p, s);
+}
+
+// The next stage's weights, if there is one.
+DEVICE void copy_weights(Feed& feed, const Product& p, const Share& s, u64 policy) {
+  if (feed.round < s.num_rounds) copy_stage(feed, p, s, policy);
+  cp_async_commit();
+}
+
+// A warpgroup's first thread starts its own, the first thread of all those of x.
+DEVICE void start_barriers(const Share& s) {
+  if (kCluster > 1 && threadIdx.x % 128 == 0) start_arrivals(s.received);
+  if (!kColumns || threadIdx.x > 0) return;
+#pragma unroll 1
+  for (int unit = 0; unit < s.num_units; ++unit) start_arrivals(s.x_landed + unit);
+}
+
+// All activations of the slice, given in columns.  By the first thread.
+DEVICE void copy_columns(const Product& p, const Share& s) {
+  const unsigned char* source = reinterpret_cast<const unsigned char*>(p.x) +
+                                static_cast<long long>(s.first_unit) * kUnitBytes;
+#pragma unroll 1
+  for (int unit = 0; unit < s.num_units; ++unit) {
+    expect_bytes(s.x_landed + unit, kUnitBytes);
+    copy_bulk(s.x + unit * kUnitBytes, source + unit * kUnitBytes, kUnitBytes, s.x_landed + unit);
   }
 }
 
-// All activations of the slice: lane = row · kItemLanes + piece of 8 k.
-DEVICE void copy_x(const Product& p, const Share& s) {
+// The same given in rows, by all threads: lane = row · kItemLanes + piece of 8 k.
+DEVICE void copy_rows(const Product& p, const Share& s) {
   constexpr int kItemLanes = 32 / kItemRows, kItemInputs = kItemLanes * 8;
   const int row = s.lane / kItemLanes, piece = s.lane % kItemLanes;
   const int columns = s.num_units * kUnitBlocks * (kBlockInputs / kItemInputs);

@@ -2,7 +2,7 @@
 //
 // A product of a warpgroup is done when it is started, warp by warp, with the numbers of mma_m16n8k16; what a GPU would
 // let happen later shows only in the order of the instructions, which is checked.  Stores to other blocks of a cluster
-// land at once.
+// and bulk copies land at once.
 #pragma once
 
 #include "emulator.hpp"
@@ -156,6 +156,15 @@ inline void expect_bytes(Arrivals* arrivals, int bytes) {
 inline void wait_for_bytes(Arrivals* arrivals, int round) {
   emulator::check_started(arrivals);
   while (arrivals->rounds % 2 == round % 2) emulator::park();
+}
+
+inline void copy_bulk(void* shared, const void* global, int bytes, Arrivals* arrivals) {
+  emulator::check_started(arrivals);
+  emulator::check_aligned(shared);
+  emulator::check_aligned(global);
+  if (bytes % 16) emulator::fail("a bulk copy of bytes that are no multiple of 16");
+  std::memcpy(shared, global, bytes);
+  emulator::count_bytes(arrivals, -bytes);
 }
 
 inline void store_in_cluster(float4* shared, Arrivals* arrivals, int rank, const float4& v) {

@@ -19,8 +19,9 @@ from tinyloop_service.kernels.cut import PARTS, Product, choose_cut
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.linear_wide import WideCut, choose_wide_cut
 from tinyloop_service.kernels.match import KernelArgumentError
-from tinyloop_service.kernels.norm import Fold
+from tinyloop_service.kernels.norm import Fold, fold_norm
 from tinyloop_service.kernels.pack import LinearKind, Pairing
+from tinyloop_service.kernels.references.columns import in_columns, in_rows
 from tinyloop_service.kernels.references.norm import sum_tree
 
 Host = NDArray[Any]
@@ -98,6 +99,39 @@ def test_qkv(device: Device, heads: int, kv_heads: int, head_dim: int, pairing: 
     wide = pages.run(device, case, y, kv_heads, WideCut(2, 2, 4, depth=2, grid_outputs=2))
     for one, other in zip(wide, pages.run(device, case, y, kv_heads, narrow(device, case, rows)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_columns_are_of_whole_tiles_of_rows_and_of_wide_cuts(device: Device) -> None:
+    case = Case.make(device, "o", (16,), 128, 128)
+    y, sums = device.zeros((12, 128), np.float16), device.zeros((4, 12, 16), np.float32)
+    with pytest.raises(KernelArgumentError, match="12 rows in columns"):
+        linear.linear_partials(device, case.packed, y, sums, cut=WideCut(1, 1, 2, 2, 1), columns=True)
+    with pytest.raises(KernelArgumentError, match="cannot read columns"):
+        linear.linear_partials(device, case.packed, y[:8], sums[:1, :8], cut=narrow(device, case, 8), columns=True)
+    with pytest.raises(KernelArgumentError, match="in columns"):
+        fold_norm(device, device.zeros((12, 128), np.float32), None, y, eps=1e-5, gain=None, columns=True)
+
+
+def test_what_is_given_in_columns_has_the_bits_of_rows(device: Device) -> None:
+    """From fold_norm to the sums of down, two warpgroups and several rounds."""
+    rows, width, inner = 16, 128, 320
+    gate_up = Case.make(device, "gate_up", (inner, inner), width, 64).packed
+    down = Case.make(device, "down", (width,), inner, 64).packed
+    gain = device.upload(np.random.default_rng(5).normal(size=width).astype(np.float16))
+    results = []
+    for columns in (False, True):
+        stream = device.upload(activations(rows, width).astype(np.float32))
+        y, h = nan_like(device, (rows, width), np.float16), nan_like(device, (rows, inner), np.float16)
+        sums = nan_like(device, (8, rows, width), np.float32)
+        fold_norm(device, stream, None, y, eps=1e-5, gain=gain, columns=columns)
+        cut = WideCut(2, 1, 2, depth=2, grid_outputs=1)
+        linear.linear_gate_up(device, gate_up, y, h, cut=cut, columns=columns, h_columns=columns)
+        linear.linear_partials(device, down, h, sums, cut=cut, columns=columns)
+        results.append([device.download(array) for array in (y, h, sums)])
+    for one, other in zip(results[0][:2], results[1][:2], strict=True):
+        np.testing.assert_array_equal(one, in_rows(other))
+        np.testing.assert_array_equal(in_columns(one), other)
+    np.testing.assert_array_equal(results[0][2], results[1][2])
 
 
 @pytest.mark.parametrize("rows", [9, 16, 50, 64])

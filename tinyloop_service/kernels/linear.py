@@ -46,6 +46,7 @@ def linear_qkv(
     *,
     num_kv_heads: int,
     cut: AnyCut | None = None,
+    columns: bool = False,
     dependent: bool = False,
 ) -> None:
     """q = rope(Wq·y); rope(Wk·y) and Wv·y go to page tables[slot, layer, position / 64], all rounded to fp16.
@@ -58,12 +59,12 @@ def linear_qkv(
     cos, sin   float32 [max_seq_len, D/2]
     q          float16 [R, H·D]
     """
-    if cut is None and not isinstance(y, Fold) and (half := _split(device, packed, int(y.shape[0]))):
+    if cut is None and not columns and not isinstance(y, Fold) and (half := _split(device, packed, int(y.shape[0]))):
         for rows in (slice(0, half), slice(half, None)):
             inputs = y[rows], position[rows], row_slot[rows], tables, layer, pool, cos, sin, q[rows]
             linear_qkv(device, packed, *inputs, num_kv_heads=num_kv_heads, dependent=dependent)
         return
-    source = _Input.of("linear_qkv", y)
+    source = _Input.of("linear_qkv", y, columns)
     sizes = match(
         "linear_qkv",
         {"R": source.rows},
@@ -96,12 +97,16 @@ def linear_gate_up(
     h: Array,
     *,
     cut: AnyCut | None = None,
+    columns: bool = False,
+    h_columns: bool = False,
     dependent: bool = False,
 ) -> None:
-    """h = silu(Wgate·y) · (Wup·y), rounded to fp16.   y float16 [R, K], h float16 [R, F]."""
-    source = _Input.of("linear_gate_up", y)
+    """h = silu(Wgate·y) · (Wup·y), rounded to fp16.   y float16 [R, K], h float16 [R, F], in columns if `h_columns`."""
+    source = _Input.of("linear_gate_up", y, columns)
     sizes = match("linear_gate_up", {"R": source.rows}, h=(h, "float16", "R, F"))
     _require("linear_gate_up", "columns of h", sizes["F"], packed.num_outputs // 2)
+    if h_columns:
+        source.defines["TL_H_COLUMNS"] = 1
     _launch(device, "linear_gate_up", _GATE_UP, packed, source, (h,), cut, dependent)
 
 
@@ -112,13 +117,14 @@ def linear_partials(
     partials: Array,
     *,
     cut: AnyCut | None = None,
+    columns: bool = False,
     dependent: bool = False,
 ) -> None:
     """Σ over C of partials = W·y for "o" and "down"; fold_norm adds them up.
 
     y float16 [R, K], partials float32 [C, R, N] with C = num_partials(device, packed, R).
     """
-    source = _Input.of("linear_partials", y)
+    source = _Input.of("linear_partials", y, columns)
     sizes = match("linear_partials", {"R": source.rows}, partials=(partials, "float32", "C, R, N"))
     cut = cut or cut_of(device, packed, sizes["R"])
     _require("linear_partials", "columns of partials", sizes["N"], packed.num_padded)
@@ -133,10 +139,11 @@ def linear_logits(
     logits: Array,
     *,
     cut: AnyCut | None = None,
+    columns: bool = False,
     dependent: bool = False,
 ) -> None:
     """logits = W·y.   y float16 [R, K], logits float32 [R, V rounded up to 16]; the columns from V on are zeros."""
-    source = _Input.of("linear_logits", y)
+    source = _Input.of("linear_logits", y, columns)
     sizes = match("linear_logits", {"R": source.rows}, logits=(logits, "float32", "R, N"))
     _require("linear_logits", "columns of logits", sizes["N"], packed.num_padded)
     _launch(device, "linear_logits", _LOGITS, packed, source, (logits,), cut, dependent)
@@ -145,6 +152,11 @@ def linear_logits(
 def num_partials(device: Device, packed: PackedLinear, rows: int) -> int:
     """C of linear_partials for this many rows: 1, 2, 4 or 8."""
     return cut_of(device, packed, rows).num_partials(packed.kind)
+
+
+def takes_columns(device: Device, packed: PackedLinear, rows: int) -> bool:
+    """Whether this linear's input of so many rows can be, and had better be, in columns."""
+    return rows % 8 == 0 and isinstance(_choose(device, product_of(packed, rows)), WideCut)
 
 
 def cut_of(device: Device, packed: PackedLinear, rows: int) -> AnyCut:
@@ -185,19 +197,23 @@ class _Input:
     rows: int
     width: int
     y: Array | None
+    columns: bool
     fold: tuple[Argument, ...]
     defines: dict[str, int]
 
     @classmethod
-    def of(cls, name: str, y: Array | Fold) -> _Input:
+    def of(cls, name: str, y: Array | Fold, columns: bool) -> _Input:
         if not isinstance(y, Fold):
             sizes = match(name, y=(y, "float16", "R, K"))
-            return cls(sizes["R"], sizes["K"], y, _NO_FOLD, {})
+            if columns and sizes["R"] % 8:
+                raise KernelArgumentError(f"{name}: {sizes['R']} rows in columns, expected a multiple of 8")
+            return cls(sizes["R"], sizes["K"], y, columns, _NO_FOLD, {})
         sizes = y.check(name)
         rows, width = sizes["R"], sizes["W"]
         if rows > FOLD_ROWS:
             raise KernelArgumentError(f"{name}: {rows} rows to fold, expected at most {FOLD_ROWS}")
-        return cls(rows, width, None, y.arguments(sizes["C"]), {"TL_FOLD_ROWS": rows, "TL_CHUNKS": num_chunks(width)})
+        defines = {"TL_FOLD_ROWS": rows, "TL_CHUNKS": num_chunks(width)}
+        return cls(rows, width, None, False, y.arguments(sizes["C"]), defines)
 
 
 def _launch(
@@ -221,15 +237,19 @@ def _launch(
     if isinstance(cut, WideCut):
         if source.y is None:
             raise KernelArgumentError(f"{name}: {cut} cannot fold its input")
-        stem, threads, shared_bytes = "linear_wide", cut.threads, cut.shared_bytes(product)
+        stem, threads, shared_bytes = "linear_wide", cut.threads, cut.shared_bytes(product, columns=source.columns)
+        defines = cut.defines(product, columns=source.columns)
     else:
+        if source.columns or "TL_H_COLUMNS" in source.defines:
+            raise KernelArgumentError(f"{name}: {cut} cannot read columns or write them")
         stem, threads, shared_bytes = (
             "linear",
             THREADS,
             cut.shared_bytes(product, source.defines.get("TL_FOLD_ROWS", 0)),
         )
+        defines = cut.defines(product)
         inputs += source.fold if epilogue != _PARTIALS else ()
-    kernel = device.kernel(stem, name, TL_EPILOGUE=epilogue, **cut.defines(product), **source.defines)
+    kernel = device.kernel(stem, name, TL_EPILOGUE=epilogue, **defines, **source.defines)
     device.launch(
         kernel, cut.grid(product), threads, (*inputs, *arguments), shared_bytes=shared_bytes, dependent=dependent
     )

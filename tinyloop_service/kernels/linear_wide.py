@@ -18,10 +18,10 @@ LEAST_ROWS = 9
 _LEAST_WEIGHTS = 1 << 20  # below, blocks of 64 outputs are too few to be worth it
 _WARPGROUP_TILES = 4
 _MOST_WARPGROUPS = 4
-_MOST_DEPTH = 4
+_MOST_DEPTH = 4  # of a ring that holds a whole slice; of others 3: more only keep the first activations waiting
 _MOST_X_AT_ONCE = 16  # loads of activations of a thread under way
-_ARRIVAL_BYTES = 64
-_LOOK_UP_BYTES = 12  # of linear_qkv: what a thread keeps of a row
+_TARGET_BYTES = 16  # of linear_qkv: where a row goes
+_ANGLE_BYTES = 64  # of linear_qkv: of a row and tile
 # Parts of K of a warpgroup, blocks of a cluster.  All but "o" and "down" need all of K in one cluster.
 _SHAPES: dict[LinearKind, tuple[int, int]] = {
     "qkv": (2, 4),
@@ -52,18 +52,21 @@ class WideCut:
     def grid(self, p: Product) -> tuple[int, int, int]:
         return self.grid_outputs, PARTS[p.kind] // self.parts, 1
 
-    def shared_bytes(self, p: Product) -> int:
-        """As take_share in wide.cuh lays it out."""
-        own_tiles = -(-p.row_tiles // self.cluster)
-        x = p.most_blocks(PARTS[p.kind] // self.parts) * 8 * (p.row_tiles * 128 + 16)
+    def shared_bytes(self, p: Product, *, columns: bool = False) -> int:
+        """As take_share in wide_feed.cuh lays it out."""
+        own_tiles, warps = -(-p.row_tiles // self.cluster), 4 * self.warpgroups
+        blocks = p.most_blocks(PARTS[p.kind] // self.parts)
+        arrivals = (self.warpgroups + blocks // p.unit_blocks + 1) // 2 * 16
+        x = blocks * 8 * (p.row_tiles * 128 + (0 if columns else 16))
         receive = (self.cluster - 1) * own_tiles * self.threads * 16
         groups = p.unit_blocks * BLOCK_INPUTS // p.group if p.group else 0
         stage = self.threads * (p.unit_blocks * p.pieces * 16 + groups * 4)
-        look_ups = own_tiles * 2 * _LOOK_UP_BYTES * self.threads if p.kind == "qkv" else 0
-        return _ARRIVAL_BYTES + x + receive + self.depth * stage + look_ups
+        look_ups = own_tiles * 8 * (_TARGET_BYTES + warps * _ANGLE_BYTES) if p.kind == "qkv" else 0
+        return arrivals + x + receive + self.depth * stage + look_ups
 
-    def defines(self, p: Product) -> dict[str, int]:
-        blocks = p.most_blocks(PARTS[p.kind] // self.parts)  # a warp loads one of them of four rows at a time
+    def defines(self, p: Product, *, columns: bool = False) -> dict[str, int]:
+        blocks = p.most_blocks(PARTS[p.kind] // self.parts)  # of rows, a warp loads one of them of four at a time
+        loads = -(-p.row_tiles * 2 * blocks // (4 * self.warpgroups))
         return {
             "TL_ROW_TILES": p.row_tiles,
             "TL_GROUP": p.group,
@@ -71,7 +74,8 @@ class WideCut:
             "TL_PARTS": self.parts,
             "TL_CLUSTER": self.cluster,
             "TL_DEPTH": self.depth,
-            "TL_X_AT_ONCE": min(_MOST_X_AT_ONCE, -(-p.row_tiles * 2 * blocks // (4 * self.warpgroups))),
+            "TL_COLUMNS": int(columns),
+            "TL_X_AT_ONCE": 1 if columns else min(_MOST_X_AT_ONCE, loads),
         }
 
 
@@ -92,7 +96,8 @@ def _candidates(p: Product, num_sms: int) -> Iterator[WideCut]:
         blocks = -(-p.num_tiles // (_WARPGROUP_TILES * warpgroups))
         at_once = max(1, _usable(num_sms, cluster) // slices)
         grid_outputs = blocks if p.kind == "qkv" else min(blocks, at_once)  # whose epilogue knows one round
-        for depth in range(2, _MOST_DEPTH + 1):
+        units = p.most_blocks(slices) // p.unit_blocks
+        for depth in range(2, max(2, units if units <= _MOST_DEPTH else _MOST_DEPTH - 1) + 1):
             yield WideCut(warpgroups, parts, cluster, depth, grid_outputs)
 
 

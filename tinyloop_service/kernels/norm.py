@@ -90,9 +90,13 @@ def fold_norm(
     loop_gain: Array | None = None,
     inject: InjectMode = "none",
     injected: Array | None = None,
+    columns: bool = False,
     dependent: bool = False,
 ) -> None:
-    """x moves on in place and y follows from it, as Fold says.  y float16 [R, W]."""
+    """x moves on in place and y follows from it, as Fold says.
+
+    y float16 [R, W]; with `columns` the same memory in the order of kernels_cu/include/columns.cuh, R a multiple of 8.
+    """
     norm_only = partials is None and loop_gain is None and inject == "none" and gain is not None
     fold = Fold(
         x=x,
@@ -107,6 +111,9 @@ def fold_norm(
     )
     sizes = fold.check("fold_norm")
     match("fold_norm", sizes, y=(y, "float16", "R, W"))
-    kernel = device.kernel("norm", "fold_norm", TL_CHUNKS=num_chunks(sizes["W"]), TL_NORM_ONLY=int(norm_only))
+    if columns and (sizes["R"] % 8 or sizes["W"] % 64):
+        raise KernelArgumentError(f"fold_norm: y is {sizes['R'], sizes['W']}, in columns a multiple of (8, 64)")
+    defines = {"TL_CHUNKS": num_chunks(sizes["W"]), "TL_NORM_ONLY": int(norm_only), "TL_COLUMNS": int(columns)}
+    kernel = device.kernel("norm", "fold_norm", **defines)
     arguments = (*fold.arguments(sizes["C"]), y, np.int32(sizes["R"]), np.int32(sizes["W"]))
     device.launch(kernel, (sizes["R"], 1, 1), THREADS, arguments, dependent=dependent)

@@ -28,7 +28,14 @@ from tinyloop_service.engine.cuda.weights import DeviceModel
 from tinyloop_service.kernels.decode_attention import decode_attention
 from tinyloop_service.kernels.device import Array, Device, Graph
 from tinyloop_service.kernels.embed import embed
-from tinyloop_service.kernels.linear import linear_gate_up, linear_logits, linear_partials, linear_qkv, num_partials
+from tinyloop_service.kernels.linear import (
+    linear_gate_up,
+    linear_logits,
+    linear_partials,
+    linear_qkv,
+    num_partials,
+    takes_columns,
+)
 from tinyloop_service.kernels.norm import FOLD_ROWS, Fold, fold_norm
 from tinyloop_service.kernels.pack import PackedLinear
 from tinyloop_service.kernels.sample import SamplerTables, sample
@@ -44,6 +51,15 @@ class _Stream:
     twin: Array  # where a linear that folds x leaves what it became
     partials: Array | None = None
     is_first: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """Of the next linear: what it is, how it lies in memory, whether it may start while the kernel before it ends."""
+
+    y: Array | Fold
+    columns: bool
+    dependent: bool
 
 
 class Decoder:
@@ -127,7 +143,7 @@ class Decoder:
     # ---- one step
 
     def _draw(self, rows: int) -> None:
-        self._sample(rows, self.y[:rows], advance=False, dependent=False)
+        self._sample(rows, _Input(self.y[:rows], columns=False, dependent=False), advance=False)
 
     def _step(self, rows: int, schedule: Schedule) -> None:
         arena, stream = self._arena, _Stream(self._x[:rows], self._twin[:rows])
@@ -138,17 +154,17 @@ class Decoder:
         for layer in schedule.layers:
             self._attend(rows, layer, stream)
             self._mlp(rows, layer, stream)
-        y, dependent = self._folded(rows, stream, schedule.final)
-        self._sample(rows, y, advance=True, dependent=dependent)
+        self._sample(rows, self._folded(rows, stream, schedule.final, self._model.head), advance=True)
 
     def _attend(self, rows: int, layer: Layer, stream: _Stream) -> None:
         """From the stream to what the o linear adds to it."""
         arena, batch, model, block = self._arena, self.batch, self._model, layer.block
         position, q = self._position[:rows], self._q[:rows]
-        y, dependent = self._folded(rows, stream, layer.before_attention)
+        given = self._folded(rows, stream, layer.before_attention, block.qkv.packed)
         linear_qkv(
-            self._device, block.qkv.packed, y, position, batch.row_slot(rows), arena.tables, layer.index, arena.pool,
-            model.cos, model.sin, q, num_kv_heads=model.spec.n_kv_heads, dependent=dependent,
+            self._device, block.qkv.packed, given.y, position, batch.row_slot(rows), arena.tables, layer.index,
+            arena.pool, model.cos, model.sin, q, num_kv_heads=model.spec.n_kv_heads, columns=given.columns,
+            dependent=given.dependent,
         )  # fmt: skip
         decode_attention(
             self._device, q, arena.pool, arena.tables, layer.index, batch.items, batch.num_items, batch.entries,
@@ -161,39 +177,47 @@ class Decoder:
     def _mlp(self, rows: int, layer: Layer, stream: _Stream) -> None:
         """From the stream to what the down linear adds to it."""
         block, h = layer.block, self._h[:rows]
-        y, dependent = self._folded(rows, stream, layer.before_mlp)
-        linear_gate_up(self._device, block.gate_up.packed, y, h, dependent=dependent)
+        given = self._folded(rows, stream, layer.before_mlp, block.gate_up.packed)
+        columns = takes_columns(self._device, block.down.packed, rows)
+        linear_gate_up(
+            self._device, block.gate_up.packed, given.y, h, columns=given.columns, h_columns=columns,
+            dependent=given.dependent,
+        )  # fmt: skip
         stream.partials = self._partials_of(block.down.packed, rows)
-        linear_partials(self._device, block.down.packed, h, stream.partials, dependent=True)
+        linear_partials(self._device, block.down.packed, h, stream.partials, columns=columns, dependent=True)
 
     def _partials_of(self, packed: PackedLinear, rows: int) -> Array:
         count, width = num_partials(self._device, packed, rows), self._model.spec.d_model
         partials: Array = self._partials[: count * rows * width].reshape(count, rows, width)
         return partials
 
-    def _folded(self, rows: int, stream: _Stream, step: Step) -> tuple[Array | Fold, bool]:
-        """The next linear's input, and whether it may start while the kernel before it ends.
+    def _folded(self, rows: int, stream: _Stream, step: Step, packed: PackedLinear) -> _Input:
+        """The input of the next linear, which is `packed`.
 
-        The first kernel after embed may not: later ones read positions before they wait for the one before them.
+        The first kernel after embed is not dependent: later ones read positions before they wait for the one before.
         """
         dependent, stream.is_first = not stream.is_first, False
         injected = None if step.inject == "none" or self._injected is None else self._injected[:rows]
         if rows > FOLD_ROWS:
+            columns = takes_columns(self._device, packed, rows)
             fold_norm(
                 self._device, stream.x, stream.partials, self.y[:rows], eps=self._model.spec.norm_eps, gain=step.gain,
-                post_gain=step.post, loop_gain=step.loop, inject=step.inject, injected=injected, dependent=dependent,
+                post_gain=step.post, loop_gain=step.loop, inject=step.inject, injected=injected, columns=columns,
+                dependent=dependent,
             )  # fmt: skip
-            return self.y[:rows], True
+            return _Input(self.y[:rows], columns, dependent=True)
         fold = Fold(
             x=stream.x, x_out=stream.twin, partials=stream.partials, eps=self._model.spec.norm_eps, gain=step.gain,
             post_gain=step.post, loop_gain=step.loop, inject=step.inject, injected=injected,
         )  # fmt: skip
         stream.x, stream.twin = stream.twin, stream.x
-        return fold, dependent
+        return _Input(fold, columns=False, dependent=dependent)
 
-    def _sample(self, rows: int, y: Array | Fold, *, advance: bool, dependent: bool) -> None:
-        arena, batch = self._arena, self.batch
-        linear_logits(self._device, self._model.head, y, self.logits[:rows], dependent=dependent)
+    def _sample(self, rows: int, given: _Input, *, advance: bool) -> None:
+        arena, batch, dependent = self._arena, self.batch, given.dependent
+        linear_logits(
+            self._device, self._model.head, given.y, self.logits[:rows], columns=given.columns, dependent=dependent
+        )
         sample(
             self._device, self._sampler, self._row_logits[:rows], batch.row_slot(rows), batch.base_length(rows),
             arena.token, arena.length, *self.outputs.of(rows, self.outputs.max_steps), advance=advance,
