@@ -24,7 +24,7 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "prefill_attention": (GQA_64,),
     "prefill_attention_wide": (GQA_64,),
     "rope": ({"TL_HEAD_DIM": 64, "TL_INTERLEAVED": 1},),
-    "norm": ({"TL_CHUNKS": 1},),
+    "norm": ({"TL_CHUNKS": 1, "TL_COLUMNS": 1},),
     "linear": (
         {"TL_EPILOGUE": 0, "TL_WARPS_M": 2},
         {"TL_EPILOGUE": 0, "TL_FOLD_ROWS": 4},
@@ -32,8 +32,8 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
         {"TL_EPILOGUE": 3, "TL_GROUP": 0},
     ),
     "linear_wide": (
-        {"TL_EPILOGUE": 0, "TL_PARTS": 2, "TL_CLUSTER": 4},
-        {"TL_EPILOGUE": 1, "TL_ROW_TILES": 8, "TL_CLUSTER": 2, "TL_GROUP": 32},
+        {"TL_EPILOGUE": 0, "TL_PARTS": 2, "TL_CLUSTER": 4, "TL_COLUMNS": 1},
+        {"TL_EPILOGUE": 1, "TL_ROW_TILES": 8, "TL_CLUSTER": 2, "TL_GROUP": 32, "TL_COLUMNS": 1, "TL_H_COLUMNS": 1},
         {"TL_EPILOGUE": 3, "TL_CLUSTER": 2, "TL_GROUP": 0},
     ),
 }
