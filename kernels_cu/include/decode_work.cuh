@@ -1,7 +1,8 @@
 // decode_attention's work list: which page a block attends next, for which rows, and what they see of it.
 //
-// A unit is an item and a K/V head (blockIdx.x); the blocks along y stride over the items.  The layouts of items,
-// entries and tables are in decode_attention.cu.
+// A unit is an item and a K/V head (blockIdx.x); the blocks along y go over the items, each round the other way, so
+// that a block with an item of many rows gets the least of what follows.  The layouts of items, entries and tables are
+// in decode_attention.cu.
 #pragma once
 
 #include "attention.cuh"
@@ -29,7 +30,7 @@ struct Batch {
 // Where the block is in the list of items, in shared memory.
 struct Progress {
   int4 item;
-  int index, num_items;
+  int index, round, num_items;
 };
 
 struct Unit {
@@ -69,8 +70,13 @@ DEVICE void read_batch(Batch& batch, const i32* position, const i32* window, int
   }
 }
 
+DEVICE int index_of_round(int round) {
+  const int n = gridDim.y, y = blockIdx.y;
+  return round * n + (round % 2 ? n - 1 - y : y);
+}
+
 DEVICE void advance(Progress& progress, const Lists& lists) {
-  progress.index += gridDim.y;
+  progress.index = index_of_round(++progress.round);
   if (progress.index < progress.num_items) progress.item = lists.items[progress.index];
 }
 
@@ -78,12 +84,25 @@ DEVICE Unit read_unit(int4 item, const Lists& lists) {
   return {item.y, item.z, item.w, lists.tables[item.x * lists.table_stride + item.y]};
 }
 
+DEVICE Entry read_entry(int at, const Unit& unit, const Lists& lists, const Batch& batch) {
+  const uint2 entry = lists.entries[at];
+  const int row = static_cast<int>(entry.x);
+  return {row, static_cast<int>(entry.y), sight_of(batch.position[row], batch.window[row], unit.block)};
+}
+
 DEVICE void read_entries(Entries& entries, const Unit& unit, const Lists& lists, const Batch& batch) {
   const int e = threadIdx.x;
-  if (e >= unit.num_entries) return;
-  const uint2 entry = lists.entries[unit.first_entry + e];
-  const int row = static_cast<int>(entry.x);
-  entries.of[e] = {row, static_cast<int>(entry.y), sight_of(batch.position[row], batch.window[row], unit.block)};
+  if (e < unit.num_entries) entries.of[e] = read_entry(unit.first_entry + e, unit, lists, batch);
+}
+
+// K and V of a page, of the block's K/V head.
+struct PageHead {
+  const u16 *keys, *values;
+};
+
+DEVICE PageHead page_head(const Lists& lists, int page) {
+  return {page_keys(lists.pool, page, blockIdx.x, lists.num_kv_heads),
+          page_values(lists.pool, page, blockIdx.x, lists.num_kv_heads)};
 }
 
 DEVICE UnitSight sight_of_unit(const Unit& unit, const Entries& entries) {
@@ -97,6 +116,8 @@ DEVICE UnitSight sight_of_unit(const Unit& unit, const Entries& entries) {
   }
   return {{reduce_min(begin), reduce_max(end)}, reduce_min(settled_end)};
 }
+
+DEVICE int tiles_of(const Unit& unit) { return (unit.num_entries + kTileEntries - 1) / kTileEntries; }
 
 DEVICE Query query_of(int tile, int i, const Unit& unit, const Entries& entries) {
   const int e = tile * kTileEntries + i / kQueriesPerKv;
@@ -113,4 +134,15 @@ struct Partials {
 // Index of a query's split in both.
 DEVICE int split_of(const Query& query, const Lists& lists) {
   return (query.entry.row * lists.num_heads + query.head) * lists.max_blocks + query.entry.ordinal;
+}
+
+DEVICE float* output_of(const Partials& partials, const Query& query, const Lists& lists) {
+  return partials.o + static_cast<u64>(split_of(query, lists)) * kHeadDim;
+}
+
+// Once a block, before it reads what the kernel before wrote; dependents may start once that one has ended.
+DEVICE void wait_once(int round) {
+  if (round > 0) return;
+  dependency_wait();
+  dependency_launch();
 }

@@ -8,7 +8,8 @@
 
 constexpr int kMergeDims = 64;
 constexpr int kMergeSplits = 32;
-constexpr int kMergeThreads = 32 * kHeadDim / kMergeDims;  // of a row and head
+constexpr int kMergeWarps = kHeadDim / kMergeDims;  // of a row and head
+constexpr int kMostMergeThreads = 256;
 static_assert(kMergeSplits <= 32, "a lane holds the factor of a split");
 
 struct SplitParts {

@@ -21,6 +21,7 @@ GQA_64 = {"TL_HEAD_DIM": 64, "TL_QUERIES_PER_KV": 4}
 # The other sides of the kernels' switches; each file's defaults are compiled everywhere.
 VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "decode_attention": (GQA_64,),
+    "decode_attention_many": (GQA_64,),
     "prefill_attention": (GQA_64,),
     "prefill_attention_wide": (GQA_64,),
     "rope": ({"TL_HEAD_DIM": 64, "TL_INTERLEAVED": 1},),

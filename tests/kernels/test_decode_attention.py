@@ -19,7 +19,7 @@ from tinyloop_service.kernels.references import decode_attention as reference
 Array = NDArray[Any]
 
 WINDOWS = (0, 1, 63, 64, 65, 100)
-SHAPES = [(2, 2, 128), (4, 2, 64), (4, 1, 128), (3, 1, 64)]  # heads, K/V heads, head_dim
+SHAPES = [(2, 2, 128), (4, 2, 64), (4, 1, 128), (3, 1, 64), (16, 1, 64)]  # heads, K/V heads, head_dim
 UNWRITTEN = 7.0
 
 
@@ -46,10 +46,12 @@ def work_list(rows: Sequence[Row], *, shared: int, group: int, hidden: bool) -> 
         for together in (having[i : i + size] for i in range(0, len(having), size)):
             items.append((rows[together[0]].slot, block, len(entries), len(together)))
             entries.extend((row, rows[row].blocks(hidden=hidden).index(block)) for row in together)
+    items.sort(key=lambda item: item[3] == 1)
+    num_shared = sum(item[3] > 1 for item in items)
     items.append((99, 99, 99, 99))  # beyond num_items: never read
     return {
         "items": np.array(items, np.int32),
-        "num_items": np.array([len(items) - 1], np.int32),
+        "num_items": np.array([len(items) - 1, num_shared], np.int32),
         "entries": np.array(entries, np.int32),
         "row_items": np.array([len(row.blocks(hidden=hidden)) for row in rows], np.int32),
         "position": np.array([row.position for row in rows], np.int32),
@@ -58,7 +60,15 @@ def work_list(rows: Sequence[Row], *, shared: int, group: int, hidden: bool) -> 
 
 
 def run(
-    device: Device, sequences: Sequences, rows: Sequence[Row], q: Array, *, group: int = 64, hidden: bool = False
+    device: Device,
+    sequences: Sequences,
+    rows: Sequence[Row],
+    q: Array,
+    *,
+    group: int = 64,
+    hidden: bool = False,
+    num_blocks: int | None = None,
+    many: bool | None = None,
 ) -> Array:
     """a [rows, H·D]; q has a row for each of `rows`."""
     shape = (len(rows), sequences.heads, sequences.max_blocks)
@@ -75,6 +85,8 @@ def run(
         device.upload(np.full((*shape, 2), np.nan, np.float32)),
         a,
         num_kv_heads=sequences.kv_heads,
+        num_blocks=num_blocks,
+        many=many,
     )
     return device.download(a)
 
@@ -95,12 +107,13 @@ def test_against_float64(device: Device, heads: int, kv_heads: int, head_dim: in
     check(sequences, rows, q, run(device, sequences, rows, q))
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_windows(device: Device, window: int) -> None:
+def test_windows(device: Device, window: int, many: bool) -> None:
     sequences = Sequences([150, 129, 192, 128], 2, 1, 64, shared=2)
     rows = [Row(slot, length - 1, window) for slot, length in enumerate(sequences.lengths)]
     q = sequences.queries(len(rows))
-    check(sequences, rows, q, run(device, sequences, rows, q))
+    check(sequences, rows, q, run(device, sequences, rows, q, many=many))
 
 
 def test_more_splits_than_a_merge_keeps_in_flight(device: Device) -> None:
@@ -135,21 +148,29 @@ def test_a_rows_bits_do_not_depend_on_its_company(device: Device, heads: int, kv
     together = run(device, sequences, rows, q)
     check(sequences, rows, q, together)
     for group in (1, 3, 17):
-        assert np.array_equal(run(device, sequences, rows, q, group=group), together), f"items of {group} rows differ"
+        for num_blocks in (None, 1, 3):
+            a = run(device, sequences, rows, q, group=group, num_blocks=num_blocks)
+            assert np.array_equal(a, together), f"items of {group} rows in {num_blocks} blocks differ"
     for row in (0, 7, 19):
-        alone = run(device, sequences, [rows[row]], q[row : row + 1])
-        assert np.array_equal(alone[0], together[row]), f"row {row} alone has other bits"
+        for many in (False, True):
+            alone = run(device, sequences, [rows[row]], q[row : row + 1], many=many)
+            assert np.array_equal(alone[0], together[row]), f"row {row} alone has other bits"
+    for some in (rows[:2], rows[5:12]):
+        first = rows.index(some[0])
+        few = run(device, sequences, some, q[first : first + len(some)], many=False)
+        assert np.array_equal(few, together[first : first + len(some)]), f"{len(some)} rows alone have other bits"
     backwards = run(device, sequences, rows[::-1], np.ascontiguousarray(q[::-1]))
     assert np.array_equal(backwards[::-1], together), "the order of the rows shows"
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("window", WINDOWS[1:])
-def test_a_split_of_which_nothing_is_seen_weighs_nothing(device: Device, window: int) -> None:
+def test_a_split_of_which_nothing_is_seen_weighs_nothing(device: Device, window: int, many: bool) -> None:
     sequences = Sequences([290, 257], 2, 2, 64, shared=3)
     rows = [Row(0, 289, window), Row(1, 256, window)]
     q = sequences.queries(2)
     left_out = run(device, sequences, rows, q)
-    assert np.array_equal(run(device, sequences, rows, q, hidden=True), left_out)
+    assert np.array_equal(run(device, sequences, rows, q, hidden=True, many=many), left_out)
 
 
 def test_splits_that_lie_ahead_weigh_nothing(device: Device) -> None:
@@ -162,7 +183,8 @@ def test_splits_that_lie_ahead_weigh_nothing(device: Device) -> None:
         def blocks(self, *, hidden: bool) -> list[int]:
             return [0, 1, 2, 3]
 
-    assert np.array_equal(run(device, sequences, [RowWithMore(0, 70)], q), now)
+    for many in (False, True):
+        assert np.array_equal(run(device, sequences, [RowWithMore(0, 70)], q, many=many), now)
 
 
 def test_nothing_past_a_rows_position_leaks(device: Device) -> None:
@@ -172,7 +194,8 @@ def test_nothing_past_a_rows_position_leaks(device: Device) -> None:
     before = run(device, sequences, rows, q)
     for slot in (0, 1):
         sequences.fill_unused(slot)
-    assert np.array_equal(run(device, sequences, rows, q), before)
+    for many in (False, True):
+        assert np.array_equal(run(device, sequences, rows, q, many=many), before)
 
 
 def test_padding_rows_are_left_alone(device: Device) -> None:
@@ -183,9 +206,10 @@ def test_padding_rows_are_left_alone(device: Device) -> None:
         def blocks(self, *, hidden: bool) -> list[int]:
             return []
 
-    a = run(device, sequences, [Padding(0, -1), Row(0, 79), Padding(0, -1)], q)
-    assert np.array_equal(a[[0, 2]], np.full_like(a[[0, 2]], UNWRITTEN))
-    assert np.array_equal(a[1], run(device, sequences, [Row(0, 79)], q[1:2])[0])
+    for many in (False, True):
+        a = run(device, sequences, [Padding(0, -1), Row(0, 79), Padding(0, -1)], q, many=many)
+        assert np.array_equal(a[[0, 2]], np.full_like(a[[0, 2]], UNWRITTEN))
+        assert np.array_equal(a[1], run(device, sequences, [Row(0, 79)], q[1:2])[0])
 
 
 def test_refusals(device: Device) -> None:

@@ -1,4 +1,5 @@
-"""Attention of one token per row against the pages of its sequence: launches kernels_cu/decode_attention.cu.
+"""Attention of one token per row against the pages of its sequence: launches kernels_cu/decode_attention.cu, or
+decode_attention_many.cu where a K/V head has more queries than fill a tile.
 
 In: queries, pages, and the work list as device arrays.  Out: `a` is written on the device's stream.  Nothing is read on
 the host, and the grid depends on shapes alone: a captured launch stays right when the arrays' contents change.
@@ -17,9 +18,11 @@ from tinyloop_service.kernels.match import match, require
 PAGE_TOKENS = 64
 MOST_ROWS = 64
 MOST_QUERIES_PER_KV = 16  # they share one tile of queries
+_TILE_QUERIES = 16
 _THREADS = 128
 _BLOCKS_PER_SM = 4  # as many as registers allow
 _MERGE_DIMS = 64  # of a warp
+_FEW_ROWS = 16
 
 
 def decode_attention(
@@ -39,6 +42,8 @@ def decode_attention(
     a: Array,
     *,
     num_kv_heads: int,
+    num_blocks: int | None = None,
+    many: bool | None = None,
     dependent: bool = False,
 ) -> None:
     """a[r, h] = softmax(q[r, h]·K/√D)·V over the positions that row r sees.
@@ -47,7 +52,7 @@ def decode_attention(
     pool        float16 [pages, 2·G·64·D]            G = num_kv_heads
     tables      int32 [slots, max_layers, max_blocks]
     items       int32 [max_items, 4]                 slot whose table names the page, block, first entry, 1..64 entries
-    num_items   int32 [1]
+    num_items   int32 [2]                        items, and those of more than one entry, which come first
     entries     int32 [max_entries, 2]               row, ordinal of the split among the row's, ascending from 0
     row_items   int32 [R]                            splits of the row; 0 for a padding row, whose `a` is not written
     position    int32 [R]                            of the row's token, whose K and V are in its page already
@@ -56,7 +61,8 @@ def decode_attention(
 
     Items that many rows share come first: a block takes items in order, and shared ones cost most.  With
     `dependent`, positions and all but the newest tokens' K and V must have been written before a kernel of the stream
-    that was not launched as a dependent one.
+    that was not launched as a dependent one.  For tests: `num_blocks` along the items, and the kernel for `many` rows
+    for few as well; bits are the same.
     """
     sizes = match(
         "decode_attention",
@@ -67,7 +73,7 @@ def decode_attention(
         pool=(pool, "float16", f"P, 2*G*{PAGE_TOKENS}*D"),
         tables=(tables, "int32", "S, L, B"),
         items=(items, "int32", "I, 4"),
-        num_items=(num_items, "int32", "1"),
+        num_items=(num_items, "int32", "2"),
         entries=(entries, "int32", "N, 2"),
         row_items=(row_items, "int32", "R"),
         position=(position, "int32", "R"),
@@ -78,18 +84,23 @@ def decode_attention(
     check_heads("decode_attention", sizes, layer)
     require("decode_attention", rows <= MOST_ROWS, f"{rows} rows, at most {MOST_ROWS} are possible")
     defines = {"TL_HEAD_DIM": head_dim, "TL_QUERIES_PER_KV": heads // num_kv_heads}
-    # Room for one wave of shared pages, and a block for each row's own: it starts where a shared one would queue.
-    strides = min(sizes["I"], max(1, _BLOCKS_PER_SM * device.num_sms // num_kv_heads) + rows)
+    many = rows * heads > _TILE_QUERIES * num_kv_heads or bool(many)
+    at_once = max(1, _BLOCKS_PER_SM * device.num_sms // num_kv_heads)
+    # Few rows: room for one wave of shared pages, and a block for each row's own.  Many: what is left over goes to the
+    # blocks that were given least.
+    num_blocks = min(sizes["I"], num_blocks or (at_once if many else at_once + rows))
     arguments: tuple[Argument, ...] = (
         *(q, pool, tables, items, num_items, entries, position, window, partial_o, partial_ml),
         *map(np.int32, (layer * blocks, sizes["L"] * blocks, rows, heads, num_kv_heads, blocks)),
         softmax_scale(head_dim),
     )
-    kernel = device.kernel("decode_attention", "decode_attention", **defines)
-    device.launch(kernel, (num_kv_heads, strides, 1), _THREADS, arguments, dependent=dependent)
+    kernel = device.kernel("decode_attention_many" if many else "decode_attention", "decode_attention", **defines)
+    device.launch(kernel, (num_kv_heads, num_blocks, 1), _THREADS, arguments, dependent=dependent)
     merge = device.kernel("decode_attention", "decode_attention_merge", **defines)
     arguments = (row_items, partial_o, partial_ml, a, np.int32(heads), np.int32(blocks))
-    device.launch(merge, (rows, heads, 1), 32 * head_dim // _MERGE_DIMS, arguments, dependent=dependent)
+    together = 4 if rows > _FEW_ROWS else 1  # heads of a block: launching many small blocks takes longer than they do
+    grid, threads = (rows, -(-heads // together), 1), 32 * head_dim // _MERGE_DIMS * together
+    device.launch(merge, grid, threads, arguments, dependent=dependent)
 
 
 def softmax_scale(head_dim: int) -> np.float32:

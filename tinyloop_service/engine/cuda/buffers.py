@@ -31,7 +31,7 @@ class BatchState:
 
     def __init__(self, device: Device, max_rows: int, blocks: int) -> None:
         splits = max_rows * blocks
-        sizes = {"num_items": 1, "row_slot": max_rows, "base_length": max_rows, "window": max_rows}
+        sizes = {"num_items": 2, "row_slot": max_rows, "base_length": max_rows, "window": max_rows}
         sizes |= {"row_items": max_rows, "items": splits * 4, "entries": splits * 2}
         self._places: dict[str, int] = {}
         at = 0
@@ -39,7 +39,7 @@ class BatchState:
             self._places[name] = at
             at += -(-size // _ALIGNMENT) * _ALIGNMENT
         self.words: Array = device.zeros((at,), np.int32)
-        self.num_items = self._part("num_items", 1)
+        self.num_items = self._part("num_items", 2)
         self.items = self._part("items", splits * 4).reshape(splits, 4)
         self.entries = self._part("entries", splits * 2).reshape(splits, 2)
 
@@ -64,7 +64,8 @@ class BatchState:
     ) -> BatchSections:
         """Collect a batch; rows from len(slots) on are padding."""
         head = np.zeros(self._places["items"], np.int32)
-        head[self._places["num_items"]] = len(tables.items)
+        first = self._places["num_items"]
+        head[first : first + 2] = len(tables.items), np.count_nonzero(tables.items[:, 3] > 1)
         first = self._places["row_slot"]
         head[first : self._places["base_length"]] = -1
         named = {"row_slot": slots, "base_length": lengths, "window": windows, "row_items": tables.row_items}

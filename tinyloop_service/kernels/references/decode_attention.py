@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 PAGE_TOKENS = 64
-STEP_TOKENS = 16  # of the tokens whose weights are rounded against one largest
 
 
 def decode_attention(
@@ -60,22 +59,10 @@ def attend_page(q: Array, keys: Array, values: Array, hidden: Array) -> tuple[Ar
     scale = np.float32(math.log2(math.e) / math.sqrt(q.shape[-1]))
     scores = q @ keys.astype(np.float32).transpose(0, 2, 1)  # (G, H/G, 64)
     scores[..., hidden] = -np.inf
-    scores = np.stack([scores[..., step_tokens(step)] for step in range(PAGE_TOKENS // STEP_TOKENS)])
-    top = scores.max(axis=-1) * scale  # (steps, G, H/G)
-    weights = np.exp2(scores * scale - _base(top)[..., None])
-    m = top.max(axis=0)
-    factor = np.exp2(top - _base(m))
-    o = np.zeros_like(q)
-    for step, step_weights in enumerate(weights):
-        step_values = values[..., step_tokens(step)].astype(np.float32).transpose(0, 2, 1)  # (G, 16, D)
-        o += factor[step][..., None] * (step_weights.astype(np.float16).astype(np.float32) @ step_values)
-    return o, m, (factor * weights.sum(axis=-1)).sum(axis=0)
-
-
-def step_tokens(step: int) -> Array:
-    """The tokens of a page that one mma step of the mix sums over."""
-    runs = 32 * (step // 2) + 4 * (step % 2) + 8 * np.arange(4)
-    return (runs[:, None] + np.arange(4)).ravel()
+    m = scores.max(axis=-1) * scale
+    weights = np.exp2(scores * scale - _base(m)[..., None])
+    o = weights.astype(np.float16).astype(np.float32) @ values.astype(np.float32).transpose(0, 2, 1)
+    return o, m, weights.sum(axis=-1)
 
 
 def merge(o: Array, ml: Array) -> Array:

@@ -1,0 +1,220 @@
+// decode_attention of many rows: arguments, splits and bits of decode_attention.cu, another division of work.  Any number
+// of rows will do; it pays where the queries of a K/V head fill more than one tile of 16.
+//
+// Items of several rows come first.  Their unit is an item and a K/V head, by 4 warps: the page, as far as any row sees
+// it, goes to shared memory once, and each warp attends tiles of 16 queries of its own, all of the page and all output
+// dims (softmax and sums stay in its registers).  Then, four at a time, items of one row, one a warp
+// (decode_alone.cuh).
+//
+//   work      0 …………………………… num_shared ……………………………………………… num_shared + ⌈(num_items − num_shared)/4⌉
+//   items     0 …………………………… num_shared  + 4  + 8 …………………… num_items
+//
+// Before the previous kernel ends, a block asks for the page of its first unit, as in decode_attention.cu; a warp alone
+// reads nothing but lists.
+//
+// Shared memory: a page of a K/V head, 256·D bytes, and four tiles of queries.  Bytes moved: as decode_attention.cu.
+#include "decode_alone.cuh"
+#include "decode_work.cuh"
+#include "query_tiles.cuh"
+
+constexpr int kBlocksPerSm = 4;
+constexpr int kValuePieces = kPageTokens / 8;  // 16-byte pieces of a row of Vᵀ
+
+// Rows as in query_tiles.cuh.
+struct SharedPage {
+  uint4 keys[kPageTokens][kRowPieces];
+  uint4 values[kHeadDim][kValuePieces];
+};
+
+union Shared {
+  SharedPage page;          // of a shared unit
+  QueryTile tiles[kWarps];  // of warps alone
+};
+
+// A lane's queries of a tile.
+struct HeldQueries {
+  QueryPieces pieces[kDimPieces];
+
+  DEVICE QueryPieces piece(int j) const { return pieces[j]; }
+};
+
+DEVICE void copy_piece(uint4* shared, const u16* global, bool wanted, u64 policy) {
+  if (wanted)
+    cp_async16(shared, global, policy);
+  else
+    *shared = no_piece();
+}
+
+// Asks for tokens first ≤ token < end of a page, both multiples of 8; what nobody sees becomes zeros.
+DEVICE void copy_page(SharedPage& page, const PageHead& from, Sight any, int first, int end) {
+  const u64 policy = cache_policy(false);
+#pragma unroll
+  for (int i = threadIdx.x; i < kPageTokens * kRowPieces; i += kThreads) {
+    const int token = i / kRowPieces;
+    if (token >= first && token < end)
+      copy_piece(&page.keys[token][place_of_piece(token, i % kRowPieces)], from.keys + 8 * i, sees(any, token), policy);
+  }
+#pragma unroll
+  for (int i = threadIdx.x; i < kHeadDim * kValuePieces; i += kThreads) {
+    const int dim = i / kValuePieces, piece = i % kValuePieces, token = 8 * piece;
+    if (token >= first && token < end)
+      copy_piece(&page.values[dim][place_of_piece(dim, piece)], from.values + 8 * i, sees_some(any, token, 8), policy);
+  }
+  cp_async_commit();
+}
+
+DEVICE void read_keys(StepKeys& keys, const SharedPage& page, int s) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    const int token = token_of_column(s, u, g);
+#pragma unroll
+    for (int j = 0; j < kDimPieces; ++j) keys.of[u][j] = page.keys[token][place_of_piece(token, 4 * j + t)];
+  }
+}
+
+DEVICE HeldQueries load_tile(const u16* q, const Query (&queries)[2], int num_heads) {
+  const u16* lane_q = q + 8 * (threadIdx.x % 4);
+  const u16* rows[2];
+  HeldQueries held;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    rows[half] = lane_q + (queries[half].entry.row * num_heads + queries[half].head) * kHeadDim;
+#pragma unroll
+  for (int j = 0; j < kDimPieces; ++j) held.pieces[j] = {load_piece(rows[0] + 32 * j), load_piece(rows[1] + 32 * j)};
+  return held;
+}
+
+DEVICE void weigh_tile(PageWeights<2>& weights, const HeldQueries& held, const Query (&queries)[2],
+                       const SharedPage& page, Sight any, float scale) {
+  const Sight sights[2] = {queries[0].entry.sight, queries[1].entry.sight};
+  StepScores scores[kSteps] = {};
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    if (!sees_half(any, s / 2)) continue;
+    StepKeys keys;
+    read_keys(keys, page, s);
+    score(scores[s], held, keys);
+  }
+  weigh_page(weights, scores, sights, scale);
+}
+
+// o of a group of output dims, to dims[half] where that is not null.
+DEVICE void mix_group(float* const (&dims)[2], const PageWeights<2>& weights, const SharedPage& page, int group,
+                      Sight any) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  float o[kGroupTiles][4] = {};
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    if (!sees_half(any, s / 2)) continue;
+#pragma unroll
+    for (int n = 0; n < kGroupTiles; ++n) {
+      const int dim = 8 * (group * kGroupTiles + n) + g;
+      mix_step(o[n], weights.steps[s], page.values[dim][place_of_piece(dim, 4 * (s / 2) + t)], s);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if (dims[half]) {
+#pragma unroll
+      for (int n = 0; n < kGroupTiles; ++n)
+        *reinterpret_cast<float2*>(dims[half] + 8 * (group * kGroupTiles + n)) =
+            make_float2(o[n][2 * half], o[n][2 * half + 1]);
+    }
+}
+
+DEVICE void attend_tile(const Partials& partials, const HeldQueries& held, const Query (&queries)[2],
+                        const SharedPage& page, Sight any, const Lists& lists, float scale) {
+  const int t = threadIdx.x % 4;
+  PageWeights<2> weights;
+  float* dims[2];  // null: no query
+  weigh_tile(weights, held, queries, page, any, scale);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (queries[half].exists && t == 0) partials.ml[split_of(queries[half], lists)] = weights.ml[half];
+    dims[half] = queries[half].exists ? output_of(partials, queries[half], lists) + 2 * t : nullptr;
+  }
+#pragma unroll
+  for (int group = 0; group < 2; ++group) mix_group(dims, weights, page, group, any);
+}
+
+// All tiles of a unit, once its page is under way.
+DEVICE void attend_together(const Partials& partials, const SharedPage& page, const u16* q, const Unit& unit,
+                            const Entries& entries, const Lists& lists, Sight any, float scale) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+#pragma unroll 1
+  for (int first = 0; first * kTileEntries < unit.num_entries; first += kWarps) {
+    const int tile = first + warp;
+    const bool exists = tile * kTileEntries < unit.num_entries;
+    const Query queries[2] = {query_of(tile, g, unit, entries), query_of(tile, g + 8, unit, entries)};
+    HeldQueries held;
+    if (exists) held = load_tile(q, queries, lists.num_heads);
+    if (first == 0) {
+      cp_async_wait<0>();
+      __syncthreads();
+    }
+    if (exists) attend_tile(partials, held, queries, page, any, lists, scale);
+  }
+}
+
+// Items of several rows: progress.num_items of them.
+DEVICE void work_together(const Partials& partials, SharedPage& page, Entries& entries, Progress& progress,
+                          const u16* q, const Lists& lists, const Batch& batch, float scale) {
+  while (progress.index < progress.num_items) {
+    const Unit unit = read_unit(progress.item, lists);
+    const int round = progress.round;
+    read_entries(entries, unit, lists, batch);
+    __syncthreads();  // and all know which item this is
+    if (threadIdx.x == kThreads - 1) advance(progress, lists);
+    const UnitSight sight = sight_of_unit(unit, entries);
+    const PageHead from = page_head(lists, unit.page);
+    copy_page(page, from, sight.any, 0, sight.settled_end);
+    wait_once(round);
+    if (sight.settled_end < kPageTokens) copy_page(page, from, sight.any, sight.settled_end, kPageTokens);
+    attend_together(partials, page, q, unit, entries, lists, sight.any, scale);
+    __syncthreads();  // nobody still reads the page and the entries
+  }
+}
+
+// Items of one row, from `num_shared` on.
+DEVICE void work_alone(const Partials& partials, QueryTile& tile, const Progress& progress, int num_items, const u16* q,
+                       const Lists& lists, const Batch& batch, float scale) {
+  const int num_shared = progress.num_items;
+  int round = progress.round, index = progress.index;
+#pragma unroll 1
+  for (; num_shared + (index - num_shared) * kWarps < num_items; index = index_of_round(++round)) {
+    const int item = num_shared + (index - num_shared) * kWarps + threadIdx.x / 32;
+    const bool exists = item < num_items;
+    Unit unit = {};
+    Entry entry = {};
+    if (exists) {
+      unit = read_unit(lists.items[item], lists);
+      entry = read_entry(unit.first_entry, unit, lists, batch);
+    }
+    wait_once(round);
+    if (!exists) continue;
+    load_own_queries(tile, q, entry.row, lists.num_heads);
+    attend_alone(partials, tile, page_head(lists, unit.page), entry, lists, scale);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    decode_attention(const u16* q, const u16* pool, const i32* tables, const int4* items, const i32* num_items,
+                     const uint2* all_entries, const i32* position, const i32* window, float* partial_o,
+                     float2* partial_ml, i32 table_offset, i32 table_stride, i32 num_rows, i32 num_heads,
+                     i32 num_kv_heads, i32 max_blocks, float scale) {
+  __shared__ Batch batch;
+  __shared__ Progress progress;
+  __shared__ Entries entries;
+  __shared__ Shared shared;
+  const Lists lists = {items,        all_entries, tables + table_offset, pool,
+                       table_stride, num_heads,   num_kv_heads,          max_blocks};
+  const Partials partials = {partial_o, partial_ml};
+  const int num_all = num_items[0];
+  if (threadIdx.x == 0) progress = {items[blockIdx.y], static_cast<int>(blockIdx.y), 0, num_items[1]};
+  read_batch(batch, position, window, num_rows);
+  __syncthreads();
+  work_together(partials, shared.page, entries, progress, q, lists, batch, scale);
+  work_alone(partials, shared.tiles[threadIdx.x / 32], progress, num_all, q, lists, batch, scale);
+  if (blockIdx.y == 0) dependency_wait();  // a kernel without items, too, ends after the one before it
+}

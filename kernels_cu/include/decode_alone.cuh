@@ -1,0 +1,123 @@
+// A warp attends an item of one row alone: the heads that share the K/V head are its tile.  K goes from the page
+// straight to registers, half a page at a time, then V, half of the dims at a time.
+#pragma once
+
+#include "decode_work.cuh"
+#include "query_tiles.cuh"
+
+constexpr int kHalfSteps = kSteps / 2;
+constexpr int kGroupTiles = kHeadDim / 16;             // tiles of 8 output dims that are mixed at once: two groups
+constexpr int kOwnHalves = kQueriesPerKv > 8 ? 2 : 1;  // of a tile that hold heads
+
+struct HalfKeys {
+  StepKeys steps[kHalfSteps];
+};
+
+// Of a group's output dims: the lane's 8 tokens of each half of the page.
+struct GroupValues {
+  uint4 tiles[kGroupTiles][kTokenPieces];
+};
+
+DEVICE void load_half_keys(HalfKeys& keys, const PageHead& page, int j, Sight sight) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < kHalfSteps; ++i)
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const int token = token_of_column(kHalfSteps * j + i, u, g);
+      const uint4* row = reinterpret_cast<const uint4*>(page.keys + token * kHeadDim) + t;
+#pragma unroll
+      for (int n = 0; n < kDimPieces; ++n) keys.steps[i].of[u][n] = load_stream_if(row + 4 * n, sees(sight, token));
+    }
+}
+
+// values: Vᵀ from the first of the group's dims on.
+DEVICE void load_group_values(GroupValues& loaded, const u16* values, Sight sight) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < kTokenPieces; ++j) {
+    const int token = 32 * j + 8 * t;
+    const u16* row = values + g * kPageTokens + token;
+#pragma unroll
+    for (int n = 0; n < kGroupTiles; ++n)
+      loaded.tiles[n][j] =
+          load_stream_if(reinterpret_cast<const uint4*>(row + 8 * n * kPageTokens), sees_some(sight, token, 8));
+  }
+}
+
+// Asks for the heads' queries; the tile's rows past the last head hold anything.
+DEVICE void load_own_queries(QueryTile& tile, const u16* q, int row, int num_heads) {
+  const u16* queries = q + (row * num_heads + static_cast<int>(blockIdx.x) * kQueriesPerKv) * kHeadDim;
+  __syncwarp();  // nobody still reads those before
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < kQueriesPerKv * kRowPieces; i += 32) {
+    const int head = i / kRowPieces, piece = i % kRowPieces;
+    cp_async16(&tile.rows[head][place_of_piece(head, piece)], queries + 8 * i, true);
+  }
+  cp_async_commit();
+}
+
+DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, const QueryTile& tile, const PageHead& page, Sight sight,
+                      float scale) {
+  StepScores scores[kSteps] = {};
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    if (!sees_half(sight, j)) continue;
+    HalfKeys keys;
+    load_half_keys(keys, page, j, sight);
+    if (j == 0 || !sees_half(sight, 0)) {  // the queries come with the first keys
+      cp_async_wait<0>();
+      __syncwarp();
+    }
+#pragma unroll
+    for (int i = 0; i < kHalfSteps; ++i)
+      score(scores[kHalfSteps * j + i], TileQueries<kOwnHalves>{tile}, keys.steps[i]);
+  }
+  Sight sights[kOwnHalves];
+  for (Sight& of_half : sights) of_half = sight;
+  weigh_page(weights, scores, sights, scale);
+}
+
+// o of a group's dims, to dims[half] where that is not null.
+DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalves>& weights, const u16* values,
+                    Sight sight) {
+  GroupValues group;
+  float o[kGroupTiles][4] = {};
+  load_group_values(group, values, sight);
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    if (!sees_half(sight, s / 2)) continue;
+#pragma unroll
+    for (int n = 0; n < kGroupTiles; ++n) mix_step(o[n], weights.steps[s], group.tiles[n][s / 2], s);
+  }
+#pragma unroll
+  for (int half = 0; half < kOwnHalves; ++half)
+    if (dims[half]) {
+#pragma unroll
+      for (int n = 0; n < kGroupTiles; ++n)
+        *reinterpret_cast<float2*>(dims[half] + 8 * n) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
+    }
+}
+
+// What a row sees of a page, by this warp: o, m and l of each head.  Its queries are under way.
+DEVICE void attend_alone(const Partials& partials, const QueryTile& tile, const PageHead& page, const Entry& entry,
+                         const Lists& lists, float scale) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  PageWeights<kOwnHalves> weights;
+  float* dims[kOwnHalves];  // null: no head
+  weigh_own(weights, tile, page, entry.sight, scale);
+#pragma unroll
+  for (int half = 0; half < kOwnHalves; ++half) {
+    const int nth = g + 8 * half, head = static_cast<int>(blockIdx.x) * kQueriesPerKv + nth;
+    const Query query = {entry, head, nth < kQueriesPerKv};
+    if (query.exists && t == 0) partials.ml[split_of(query, lists)] = weights.ml[half];
+    dims[half] = query.exists ? output_of(partials, query, lists) + 2 * t : nullptr;
+  }
+#pragma unroll 1
+  for (int group = 0; group < 2; ++group) {
+    mix_own(dims, weights, page.values + group * kHeadElements / 2, entry.sight);
+#pragma unroll
+    for (int half = 0; half < kOwnHalves; ++half)
+      if (dims[half]) dims[half] += kHeadDim / 2;
+  }
+}
