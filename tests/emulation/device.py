@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -90,6 +91,10 @@ class EmulatedDevice:
     _num_launches: int = 0
     _queue: list[Work] = field(default_factory=list)
     _capturing: list[Work] | None = None
+    _capturer: threading.Thread | None = None  # others may wait meanwhile
+    _running: threading.RLock = field(
+        default_factory=threading.RLock
+    )  # held while work runs
     _wanted: list[EmulatedKernel] | None = None  # while preparing: what would have been launched
     _kernels: dict[tuple[Any, ...], EmulatedKernel] = field(default_factory=dict)
 
@@ -196,9 +201,10 @@ class EmulatedDevice:
 
     def run_until(self, position: int) -> None:
         self._refuse_in_capture("wait")
-        while self._num_run < position:
-            self._num_run += 1
-            self._queue.pop(0)()
+        with self._running:
+            while self._num_run < position:
+                self._num_run += 1
+                self._queue.pop(0)()
 
     def prepare(self, work: Work, progress: Callable[[int, int], None] | None = None) -> None:
         """Nothing is heard of progress: what g++ does is not the service's business."""
@@ -213,7 +219,7 @@ class EmulatedDevice:
 
     def capture(self, work: Work) -> EmulatedGraph:
         outer, captured = self._capturing, list[Work]()  # a rehearsal may capture
-        self._capturing = captured
+        self._capturing, self._capturer = captured, threading.current_thread()
         try:
             work()
             return EmulatedGraph(self, captured)
@@ -230,7 +236,7 @@ class EmulatedDevice:
         self.synchronize()
 
     def _refuse_in_capture(self, verb: str) -> None:
-        if self._capturing is not None:
+        if self._capturing is not None and self._capturer is threading.current_thread():
             raise RuntimeError(f"the work of a capture may not {verb}")
 
 

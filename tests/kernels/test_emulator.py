@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from emulation import builder
+from emulation.device import EmulatedDevice
 
 Pointers = list[ctypes.c_void_p]
 
@@ -54,3 +57,31 @@ def test_an_unknown_kernel_is_named() -> None:
     library = builder.load(builder.build(Path(__file__).with_name("mistakes.cu")))
     with pytest.raises(builder.EmulationError, match=r"no .*void absent"):
         builder.function(library, "absent")
+
+
+def test_a_thread_may_wait_while_another_captures() -> None:
+    device = EmulatedDevice()
+    with ThreadPoolExecutor(1) as another:
+        device.capture(lambda: another.submit(device.synchronize).result(timeout=60))
+    with pytest.raises(RuntimeError, match="may not wait"):
+        device.capture(device.synchronize)
+
+
+def test_who_waits_for_work_that_another_thread_runs_waits_for_its_end() -> None:
+    device = EmulatedDevice(deferred=True)
+    event = device.event()
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert may_end.wait(60)
+        ended.set()
+
+    device.enqueue(work)
+    event.record()
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(device.synchronize)
+        assert begun.wait(60)
+        waiter = threads.submit(lambda: (event.synchronize(), ended.is_set())[1])
+        may_end.set()
+        assert waiter.result(timeout=60)
