@@ -89,18 +89,22 @@ DEVICE void matmul_in_rings(const Product& p, const Fold& fold, unsigned char* s
   reduce_and_store(sums, p, share, rings, epilogue);
 }
 
-// Everything, all weights held.  One row leaves the kernels in front so little to do that the start of two more kernels
+// Everything, all weights held.  Few rows leave the kernels in front so little to do that the start of two more kernels
 // at once is in their way: there the next one is let in after the wait.  (One H200, a whole step: 8 % faster for one
-// row, 1 to 3 % slower for four and eight.)
+// row, 3 % for two, 11 % for four, no difference for eight.)
 template <class Epilogue>
 DEVICE void matmul_held(const Product& p, const Fold& fold, unsigned char* shared, Epilogue& epilogue) {
   const Held held = take_held(p, shared + kScratchBytes);
-  const bool is_late = p.rows == 1;
+  const bool is_late = p.rows <= 4;
   Sums sums[kWarpParts] = {};
   hold_weights(p, held, cache_policy(p.keep));
   epilogue.load();
   if (!is_late) dependency_launch();
   epilogue.prepare();
+  Unpacked unpacked;
+  if constexpr (kUnpacksAhead) {
+    if (p.rows > 0) unpack_all(unpacked, held);  // always; without a branch the compiler moves it behind the wait
+  }
   if constexpr (kFoldRows > 0) {
     const Gains gains = load_gains(fold);
     dependency_wait();
@@ -115,7 +119,7 @@ DEVICE void matmul_held(const Product& p, const Fold& fold, unsigned char* share
   epilogue.finish();
   cp_async_wait<0>();
   __syncthreads();
-  multiply_held(sums, p, held);
+  multiply_held(sums, p, held, unpacked);
   reduce_held(sums, p, held, epilogue);
 }
 

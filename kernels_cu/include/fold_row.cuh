@@ -14,10 +14,14 @@
 #ifndef TL_CHUNKS
 #define TL_CHUNKS 2
 #endif
+#ifndef TL_FOLD_PARTIALS
+#define TL_FOLD_PARTIALS 0
+#endif
 
 constexpr int kFoldThreads = 256, kFoldWarps = kFoldThreads / 32;
-constexpr int kChunks = TL_CHUNKS;         // 1024 columns each, the last one partly idle
-constexpr int kFoldScratch = 3 * kFoldWarps;  // floats of shared memory for each row at a time
+constexpr int kChunks = TL_CHUNKS;               // 1024 columns each, the last one partly idle
+constexpr int kFoldPartials = TL_FOLD_PARTIALS;  // how many there are, if any; 0: looked up
+constexpr int kFoldScratch = 3 * kFoldWarps;     // floats of shared memory for each row at a time
 
 enum Inject { kInjectNone, kInjectStore, kInjectAdd };
 
@@ -84,6 +88,7 @@ DEVICE void load_sums(Columns& sums, const Fold& f, int row) {
 }
 
 DEVICE void load_sums(Columns& sums, const Fold& f, int row) {
+  if constexpr (kFoldPartials > 0) return load_sums<kFoldPartials>(sums, f, row);
   switch (f.num_partials) {
     case 1: return load_sums<1>(sums, f, row);
     case 2: return load_sums<2>(sums, f, row);

@@ -3,7 +3,9 @@
 //
 // Nothing is looked up and nothing is refilled: every lane asks for all its weights with one instruction each, before
 // the kernel in front has finished, and the product is a plain loop over units of max(64, group) inputs.  That loop is
-// bound by unpacking: an H200's scheduler needs 19 cycles for an mma and its operand, of which the mma takes 7.
+// bound by unpacking: an H200's scheduler needs 19 cycles for an mma and its operand, of which the mma takes 7.  Where
+// the fragments of all weights are few enough to stay in registers, they are unpacked before the kernel in front has
+// finished, too.
 //
 //    x        [block][half h][row][t] 16 B       all of the thread block's K
 //    weights  [warp][part][tile][block][lane] 16 B, each lane reads only what it copied itself
@@ -18,6 +20,7 @@ constexpr int kThreadBlockBlocks = kWarpsK * kSliceBlocks;  // of a thread block
 constexpr int kWarpWeights = kStrands * kHeldBlocks * 32;   // 16-byte pieces
 constexpr int kUnitGroups = kUnitBlocks * kBlockInputs / kGroupInputs;
 constexpr int kStrandScales = kHeldUnits * kUnitGroups * 8;  // pairs
+constexpr bool kUnpacksAhead = kHeldBlocks > 0 && kStrands * kHeldBlocks <= 4;  // all fragments: at most 64 registers
 static_assert(kHeldBlocks == 0 || (kGroup != kFp16 && kRowTiles == 1 && kHeldBlocks % kUnitBlocks == 0));
 
 struct Held {
@@ -57,10 +60,30 @@ DEVICE void hold_weights(const Product& p, const Held& h, u64 policy) {
   }
 }
 
+// All fragments, where they are unpacked ahead: of each strand, block and step.
+struct Unpacked {
+  u32 fragments[kStrands][kUnpacksAhead ? kHeldBlocks : 1][4][4];
+};
+
+// From this lane's own copies: nobody else is waited for.
+DEVICE void unpack_all(Unpacked& unpacked, const Held& h) {
+  cp_async_commit();
+  cp_async_wait<0>();
+#pragma unroll
+  for (int strand = 0; strand < kStrands; ++strand) {
+#pragma unroll
+    for (int b = 0; b < kHeldBlocks; ++b) {
+      const uint4 piece = h.weights[(strand * kHeldBlocks + b) * 32 + h.lane];
+#pragma unroll
+      for (int step = 0; step < 4; ++step) unpack_nibbles(unpacked.fragments[strand][b][step], word_of(piece, step));
+    }
+  }
+}
+
 // Neighbours begin with different rows, so that not all of them ask for the same lines at the same time.
 DEVICE void hold_x(const Product& p, const Held& h) {
   const u16* first = p.x + blockIdx.y * kThreadBlockBlocks * kBlockInputs;
-  int row = blockIdx.x % p.rows;
+  int row = min(static_cast<int>(blockIdx.x) % 8, p.rows - 1);
 #pragma unroll 1
   for (int rows = 0; rows < p.rows; ++rows, row = row + 1 == p.rows ? 0 : row + 1) {
     const u16* source = first + row * p.num_inputs;
@@ -103,9 +126,21 @@ DEVICE void fold_strand(float (&acc)[4], const float (&group)[4], u32 pair) {
   for (int j = 0; j < 4; ++j) acc[j] = fmaf(group[j], j < 2 ? low : high, acc[j]);
 }
 
+// The fragment of one step of block `b` of a unit.
+DEVICE void take_fragment(u32 (&fragment)[4], const Unpacked& unpacked, const Unit& u, int unit, int strand, int b,
+                          int step) {
+  if constexpr (kUnpacksAhead) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fragment[i] = unpacked.fragments[strand][unit * kUnitBlocks + b][step][i];
+  } else {
+    unpack_nibbles(fragment, word_of(u.weights[strand][b], step));
+  }
+}
+
 // Half blocks first … first + count − 1 of a unit, which are one group.
 template <int kCount>
-DEVICE void multiply_group(Sums (&sums)[kWarpParts], const Unit& u, int first, int group) {
+DEVICE void multiply_group(Sums (&sums)[kWarpParts], const Unpacked& unpacked, const Unit& u, int unit, int first,
+                           int group) {
   float parts[kStrands][4] = {};
 #pragma unroll
   for (int i = first; i < first + kCount; ++i) {
@@ -114,7 +149,7 @@ DEVICE void multiply_group(Sums (&sums)[kWarpParts], const Unit& u, int first, i
 #pragma unroll
       for (int strand = 0; strand < kStrands; ++strand) {
         u32 fragment[4];
-        unpack_nibbles(fragment, word_of(u.weights[strand][i / 2], i % 2 * 2 + step));
+        take_fragment(fragment, unpacked, u, unit, strand, i / 2, i % 2 * 2 + step);
         const uint4& v = u.x[strand / kTiles][i];
         mma_m16n8k16(parts[strand], fragment, step == 0 ? v.x : v.z, step == 0 ? v.y : v.w);
       }
@@ -125,14 +160,15 @@ DEVICE void multiply_group(Sums (&sums)[kWarpParts], const Unit& u, int first, i
     fold_strand(sums[strand / kTiles][strand % kTiles][0], parts[strand], u.scales[strand][group]);
 }
 
-DEVICE void multiply_unit(Sums (&sums)[kWarpParts], const Unit& u) {
+DEVICE void multiply_unit(Sums (&sums)[kWarpParts], const Unpacked& unpacked, const Unit& u, int unit) {
   constexpr int kHalves = kUnitBlocks * 2 / kUnitGroups;
 #pragma unroll
-  for (int group = 0; group < kUnitGroups; ++group) multiply_group<kHalves>(sums, u, group * kHalves, group);
+  for (int group = 0; group < kUnitGroups; ++group)
+    multiply_group<kHalves>(sums, unpacked, u, unit, group * kHalves, group);
 }
 
 // sums[part]: this warp's parts of its tiles.  The next unit is on its way to registers while one is multiplied.
-DEVICE void multiply_held(Sums (&sums)[kWarpParts], const Product& p, const Held& h) {
+DEVICE void multiply_held(Sums (&sums)[kWarpParts], const Product& p, const Held& h, const Unpacked& unpacked) {
   const int g = h.lane / 4, t = h.lane % 4, x_half = p.rows * 4;
   // Lanes of rows beyond the batch read its last row, and their sums are nobody's.
   const uint4* x = h.x + h.slice * kSliceBlocks * x_block(p) + min(g, p.rows - 1) * 4 + t;
@@ -143,10 +179,10 @@ DEVICE void multiply_held(Sums (&sums)[kWarpParts], const Product& p, const Held
 #pragma unroll(kHeldUnits <= 4 ? kHeldUnits : 2)
   for (int unit = 1; unit < kHeldUnits; ++unit) {
     load_unit(next, weights, x, scales, x_half, unit);
-    multiply_unit(sums, now);
+    multiply_unit(sums, unpacked, now, unit - 1);
     now = next;
   }
-  multiply_unit(sums, now);
+  multiply_unit(sums, unpacked, now, kHeldUnits - 1);
 }
 
 // As reduce_and_store.  A warp's sums come over its own weights, so nobody is waited for before they do.

@@ -212,7 +212,7 @@ class _Input:
         rows, width = sizes["R"], sizes["W"]
         if rows > FOLD_ROWS:
             raise KernelArgumentError(f"{name}: {rows} rows to fold, expected at most {FOLD_ROWS}")
-        defines = {"TL_FOLD_ROWS": rows, "TL_CHUNKS": num_chunks(width)}
+        defines = {"TL_FOLD_ROWS": rows, "TL_FOLD_PARTIALS": max(1, sizes["C"]), "TL_CHUNKS": num_chunks(width)}
         return cls(rows, width, None, False, y.arguments(sizes["C"]), defines)
 
 
