@@ -9,6 +9,7 @@ import math
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -229,11 +230,29 @@ def test_held_out_windows_predict_every_token_once() -> None:
 # --- the training network ---
 
 
+def network_from_weights(torch: Any, weights: ModelWeights) -> Any:
+    """The torch network with the file's values, INT4 ones multiplied out."""
+    from tinyloop_service.demo.network import LINEARS, NORMS, Network
+
+    network = Network(weights.spec)
+    with torch.no_grad():
+        network.embed.copy_(torch.tensor(weights.embed))
+        network.norm.copy_(torch.tensor(weights.norm))
+        # A tied file may hold a quantised head, which no longer equals the embedding.
+        network.head = torch.nn.Parameter(torch.tensor(weights.head.dequantize()))
+        for parameters, block in zip([*network.pre, *network.loop], [*weights.pre, *weights.loop], strict=True):
+            for name in LINEARS:
+                getattr(parameters, name).copy_(torch.tensor(getattr(block, name).dequantize()))
+            for name in NORMS:
+                if getattr(block, name) is not None:
+                    getattr(parameters, name).copy_(torch.tensor(getattr(block, name)))
+    return network
+
+
 @pytest.mark.parametrize("placement", ["pre", "sandwich"])
 @pytest.mark.parametrize(("inject", "loop_norm"), [("none", False), ("add", False), ("add", True)])
 def test_the_torch_network_computes_what_the_reference_does(placement: str, inject: str, loop_norm: bool) -> None:
     torch = pytest.importorskip("torch")
-    from tinyloop_service.demo.evaluate import network_from_weights
     from tinyloop_service.demo.network import Recipe
     from tinyloop_service.engine.weights import random_model
 
@@ -244,7 +263,7 @@ def test_the_torch_network_computes_what_the_reference_does(placement: str, inje
     )  # fmt: skip
     model = random_model(spec, seed=3)
     ids = list(range(5, 42))
-    network, reference = network_from_weights(model), Reference(model)
+    network, reference = network_from_weights(torch, model), Reference(model)
     states = network.states(torch.tensor([ids]), (1, 3), Recipe())
     for loops, state in states.items():
         expected = reference.forward(ids, reference.new_cache(loops))

@@ -11,6 +11,7 @@ import click
 from tinyloop_service.cli import output
 from tinyloop_service.cli.bench import bench
 from tinyloop_service.cli.demo import demo
+from tinyloop_service.cli.evaluate import evaluate
 from tinyloop_service.cli.generate import generate
 from tinyloop_service.cli.model import init, inspect, model
 from tinyloop_service.cli.prefix import prefix
@@ -36,7 +37,7 @@ def group() -> None:
     """
 
 
-for command in (serve, prefix, generate, model, init, inspect, bench, demo):
+for command in (serve, prefix, generate, model, init, inspect, evaluate, bench, demo):
     group.add_command(command)
 
 

@@ -15,7 +15,16 @@ from enum import Enum
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 QUIET_S = 2.0  # a wait longer than this shows what it waits for
@@ -127,3 +136,19 @@ def counting(doing: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task(doing, total=total)
         yield lambda done: progress.update(task, completed=done)
+
+
+@contextmanager
+def progressing(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """For minutes of work: a bar with the time that is left, elsewhere a line a tenth, at least two seconds apart.
+
+    Yields a function that takes how much is done, and of how much.
+    """
+    if not err.is_terminal:
+        with waiting(doing) as say:
+            yield lambda done, total: say(f"{doing}: {10 * (10 * done // total)} %")
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(doing, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -4,7 +4,7 @@
     SUFFIXES     ten ways to go on from its end                        the model was trained on
 
 How it was made is in `train.py`, what it can and cannot do in MODEL_CARD.md.  This package imports no torch; the
-modules beside it that train and evaluate do.
+modules beside it that train do.
 """
 
 from __future__ import annotations

@@ -1,68 +1,26 @@
-"""Bits per byte on the held-out books, at several depths.
+"""The quality report of `tinyloop evaluate` on the held-out books, one for each translation.
 
     python -m tinyloop_service.demo.evaluate [FILE ...] [--root /] [--depths 1 2 4 8 12] [--max-bytes N]
 
-In: model files, and the Debian packages of `corpus.py` below --root.  Out: one table, a row per file and
-translation.  A book is cut into pieces of 1535 tokens, BOS before each; every token is predicted once; bits are
-summed and divided by the text's UTF-8 bytes.  Needs torch (the extra `train`).
+In: model files, and the Debian packages of `corpus.py` below --root.  Out: two tables of bits per byte and of what
+differs from the first file.  Every book is a text of its own, cut into windows of 1535 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer
+from rich.console import Console
 
 from tinyloop_service.demo import MODEL_PATH
-from tinyloop_service.demo.corpus import Document, build_corpus
-from tinyloop_service.demo.data import held_out_windows
-from tinyloop_service.demo.network import LINEARS, NORMS, BlockParameters, Network, Recipe
-from tinyloop_service.engine.weights import BlockWeights, ModelWeights, read_model
+from tinyloop_service.demo.corpus import build_corpus
+from tinyloop_service.engine.weights import read_model
+from tinyloop_service.evaluate import NamedModel, NamedText, Options, evaluate
+from tinyloop_service.evaluate.report import render
 
-WINDOW = 1535
 DEPTHS = (1, 2, 4, 8, 12)
-
-
-def network_from_weights(weights: ModelWeights) -> Network:
-    """The torch network with the file's values, INT4 ones multiplied out."""
-    network = Network(weights.spec)
-    with torch.no_grad():
-        network.embed.copy_(torch.tensor(weights.embed))
-        network.norm.copy_(torch.tensor(weights.norm))
-        # A tied file may hold a quantised head, which no longer equals the embedding.
-        network.head = torch.nn.Parameter(torch.tensor(weights.head.dequantize()))
-        for parameters, block in zip([*network.pre, *network.loop], [*weights.pre, *weights.loop], strict=True):
-            assert isinstance(parameters, BlockParameters)
-            _load_block(parameters, block)
-    return network
-
-
-def _load_block(parameters: BlockParameters, block: BlockWeights) -> None:
-    for name in LINEARS:
-        getattr(parameters, name).copy_(torch.tensor(getattr(block, name).dequantize()))
-    for name in NORMS:
-        if getattr(block, name) is not None:
-            getattr(parameters, name).copy_(torch.tensor(getattr(block, name)))
-
-
-@torch.no_grad()
-def bits_per_byte(
-    network: Network, tokenizer: Tokenizer, documents: Sequence[Document], depths: Sequence[int], recipe: Recipe
-) -> dict[int, float]:
-    """Depth → bits per byte over all `documents` together."""
-    device = network.embed.device
-    nats = dict.fromkeys(depths, 0.0)
-    for document in documents:
-        for window in held_out_windows(tokenizer, document.text, WINDOW):
-            ids = torch.tensor(window, dtype=torch.long, device=device)[None]
-            for depth, state in network.states(ids[:, :-1], depths, recipe).items():
-                nats[depth] += network.token_losses(state, ids[:, 1:], recipe).sum().item()
-    num_bytes = sum(len(document.text.encode()) for document in documents)
-    return {depth: total / math.log(2) / num_bytes for depth, total in nats.items()}
+TRANSLATIONS = {"kjv": "King James Version", "web": "World English Bible"}
 
 
 def main() -> None:
@@ -71,21 +29,14 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path("/"), help="where the Debian packages are installed")
     parser.add_argument("--depths", type=int, nargs="+", default=list(DEPTHS))
     parser.add_argument("--max-bytes", type=int, default=None, help="only so much of each book (a quick look)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     held_out = build_corpus(options.root).held_out
-    print("file".ljust(24), "text", *(f"L={depth}".rjust(7) for depth in options.depths))
-    for path in options.files:
-        weights = read_model(path)
-        assert weights.tokenizer is not None, "the demo model carries its tokenizer"
-        tokenizer = Tokenizer.from_str(weights.tokenizer.decode())
-        network = network_from_weights(weights).to(options.device)
-        for source in ("kjv", "web"):
-            documents = [
-                Document(d.source, d.title, d.text[: options.max_bytes]) for d in held_out if d.source == source
-            ]
-            found = bits_per_byte(network, tokenizer, documents, options.depths, Recipe())
-            print(path.name.ljust(24), source.ljust(4), *(f"{found[d]:7.3f}" for d in options.depths), flush=True)
+    models = [NamedModel(path.name, read_model(path)) for path in options.files]
+    console = Console(highlight=False, soft_wrap=True)
+    for source, translation in TRANSLATIONS.items():
+        books = [NamedText(d.title, d.text[: options.max_bytes]) for d in held_out if d.source == source]
+        report = evaluate(models, books, Options(tuple(options.depths), int8_activations=False, cache_modes=()))
+        console.print(translation, render(report), sep="\n\n", end="\n\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import math
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tinyloop_service.demo.corpus import PACKAGES, Corpus, build_corpus
+from tinyloop_service.demo.corpus import PACKAGES, Corpus, Document, build_corpus
 from tinyloop_service.demo.data import (
     BOS_ID,
     EOS_ID,
@@ -38,12 +39,14 @@ from tinyloop_service.demo.data import (
     batches,
     encode_stream,
     group_entries,
+    held_out_windows,
     train_tokenizer,
 )
-from tinyloop_service.demo.evaluate import DEPTHS, bits_per_byte
+from tinyloop_service.demo.evaluate import DEPTHS
 from tinyloop_service.demo.network import Network, Recipe
 from tinyloop_service.engine.spec import Inject, ModelSpec, NormPlacement, Quant
 from tinyloop_service.engine.weights import ModelWeights, quantize_tensors, write_model
+from tinyloop_service.evaluate import WINDOW_TOKENS
 
 MAX_LOOPS = 16
 #                            depth: 1  2  3  4  5  6  7  8  9 10 11 12
@@ -197,6 +200,22 @@ class Trainer:
             self.best_state = {name: value.clone() for name, value in self.network.state_dict().items()}
         columns = " ".join(f"L{depth}={value:.4f}" for depth, value in found.items())
         print(f"step {step} {seconds:.0f}s train {running:.4f} held-out bpb {columns}", flush=True)
+
+
+@torch.no_grad()
+def bits_per_byte(
+    network: Network, tokenizer: Tokenizer, documents: Sequence[Document], depths: Sequence[int], recipe: Recipe
+) -> dict[int, float]:
+    """Depth → bits per byte over all `documents` together, as `evaluate` computes them of files."""
+    device = network.embed.device
+    nats = dict.fromkeys(depths, 0.0)
+    for document in documents:
+        for window in held_out_windows(tokenizer, document.text, WINDOW_TOKENS):
+            ids = torch.tensor(window, dtype=torch.long, device=device)[None]
+            for depth, state in network.states(ids[:, :-1], depths, recipe).items():
+                nats[depth] += network.token_losses(state, ids[:, 1:], recipe).sum().item()
+    num_bytes = sum(len(document.text.encode()) for document in documents)
+    return {depth: total / math.log(2) / num_bytes for depth, total in nats.items()}
 
 
 def float_tensors(network: Network) -> dict[str, np.ndarray[Any, Any]]:

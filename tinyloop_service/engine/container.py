@@ -16,7 +16,8 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -115,11 +116,19 @@ def _check_layout(entries: list[_Entry], data_bytes: int) -> None:
 
 
 def write_container(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
-    """Write beside `path`, flush to disk, rename over it: readers see the old file or the whole new one."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    try:
+    """Readers of `path` see the old file or the whole new one."""
+    with replacing(path) as temporary:
         save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, temporary, dict(metadata))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to: flushed to disk and renamed over it, or gone where the block raises."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
         descriptor = os.open(temporary, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -127,8 +136,8 @@ def write_container(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: M
             os.close(descriptor)
         umask = os.umask(0)
         os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)  # mkstemp made it private
-        Path(temporary).replace(path)
+        temporary.chmod(0o666 & ~umask)  # mkstemp made it private
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

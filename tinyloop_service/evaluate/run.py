@@ -1,0 +1,239 @@
+"""The whole evaluation: which rows there are, and every window through every one of them.
+
+    rows over all targets         each model's file; each INT4 file again with the CPU engine's int8 activations
+    rows over second halves       the reference model's file, with K and V as each cache mode stores them; so the
+                                  cache is all that differs
+
+In: models, texts, `Options`.  Out: a frozen `Report`.  Refuses before any work models that cannot be compared token
+by token (another tokenizer, BOS or vocabulary: their bits per byte may be compared, each from a run of its own) and
+depths and windows beyond a model's limits.  Refuses to know about files, tables and plots.
+
+Windows go to one thread a core, each with a BLAS of one thread, so that no figure depends on their number.  Memory:
+four bytes a weight and model, and per thread the states and logits of two windows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+
+from threadpoolctl import threadpool_limits
+
+from tinyloop_service.engine.tensors import ModelWeights
+from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.evaluate.forward import CACHE_ROUNDINGS, DenseModel, ModelForward, Rounding
+from tinyloop_service.evaluate.score import Forward, Quality, Sums, measure_quality, score_window, sum_up
+from tinyloop_service.evaluate.windows import NamedText, Span, Window, cut_windows
+from tinyloop_service.text import Tokenizer
+from tinyloop_service.types import CacheMode
+
+DEPTHS = (1, 2, 4, 6, 8, 12)
+WINDOW_TOKENS = 1535
+MAX_THREADS = 8  # more would fill memory with logits before they saved time
+
+Progress = Callable[[int, int], None]  # done, of so many passes over a window
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    name: str  # what the report calls it
+    weights: ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    depths: tuple[int, ...] | None = None  # None: those of DEPTHS that every model has
+    window_tokens: int | None = None  # None: WINDOW_TOKENS, or the shortest max_seq_len if that is less
+    int8_activations: bool = True
+    cache_modes: tuple[CacheMode, ...] = tuple(CACHE_ROUNDINGS)
+    threads: int = field(default_factory=lambda: min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the report.  Against itself the reference adds 0 bits, agrees wholly and is at distance 0."""
+
+    model: str
+    is_reference: bool
+    rounding: Rounding
+    span: Span
+    quality: Quality
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    name: str
+    num_bytes: int
+    num_tokens: int  # predicted ones
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Rows in order, the reference's first in each span."""
+
+    reference: str
+    depths: tuple[int, ...]
+    window_tokens: int
+    num_windows: int
+    texts: tuple[TextFacts, ...]
+    models: tuple[NamedModel, ...]
+    rows: tuple[Row, ...]
+
+    def over(self, span: Span) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.span == span)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One forward over every window; its scores count for one row a span."""
+
+    model: str
+    rounding: Rounding
+    forward: Forward
+    spans: tuple[Span, ...] = ("all",)
+
+
+def evaluate(
+    models: Sequence[NamedModel],
+    texts: Sequence[NamedText],
+    options: Options = Options(),
+    progress: Progress = lambda done, total: None,
+) -> Report:
+    """Score every model; the first is the reference.  Raises InvalidArgument, ModelFileError."""
+    tokenizer = _shared_tokenizer(models)
+    window_tokens = _window_tokens(models, options)
+    depths = _depths(models, options)
+    cut = [cut_windows(text, tokenizer, window_tokens) for text in texts]
+    windows = [window for each in cut for window in each]
+    _check_ids(models[0], windows)
+    passes = _plan(models, options)
+    sums = _score_all(passes, windows, depths, options.threads, progress)
+    rows = []
+    for index, each in enumerate(passes):
+        for span in each.spans:
+            quality = measure_quality([s[index][span] for s in sums], [s[0][span] for s in sums])
+            rows.append(Row(each.model, index == 0, each.rounding, span, quality))
+    facts = tuple(_text_facts(text, each) for text, each in zip(texts, cut, strict=True))
+    return Report(models[0].name, depths, window_tokens, len(windows), facts, tuple(models), tuple(rows))
+
+
+def _plan(models: Sequence[NamedModel], options: Options) -> list[_Pass]:
+    """The reference's plain pass first."""
+    dense = [DenseModel(model.weights) for model in models]
+    passes: list[_Pass] = []
+
+    def add(index: int, rounding: Rounding, *spans: Span) -> None:
+        passes.append(_Pass(models[index].name, rounding, ModelForward(dense[index], rounding), spans))
+
+    for index, model in enumerate(models):
+        halves: tuple[Span, ...] = ("second half",) if index == 0 and options.cache_modes else ()
+        add(index, Rounding(), "all", *halves)
+        if options.int8_activations and model.weights.spec.quant is not None:
+            add(index, Rounding(activations="int8"), "all")
+    for mode in options.cache_modes:
+        add(0, Rounding(cache=mode), "second half")
+    return passes
+
+
+WindowSums = list[dict[Span, Sums]]  # one entry a pass
+
+
+def _score_all(
+    passes: Sequence[_Pass], windows: Sequence[Window], depths: Sequence[int], num_threads: int, progress: Progress
+) -> list[WindowSums]:
+    """Per window.  When interrupted, threads end with the pass they are in."""
+    done, stopped = count(1), threading.Event()
+
+    def score(window: Window) -> WindowSums:
+        sums: WindowSums = []
+        reference = None
+        for each in passes:
+            if stopped.is_set():
+                break
+            scored = score_window(each.forward, window, depths)
+            reference = reference or scored
+            sums.append({span: sum_up(scored, reference, window, span) for span in each.spans})
+            progress(next(done), len(windows) * len(passes))
+        return sums
+
+    with threadpool_limits(1), ThreadPoolExecutor(num_threads) as pool:
+        try:
+            return list(pool.map(score, windows))
+        finally:
+            stopped.set()
+
+
+def _shared_tokenizer(models: Sequence[NamedModel]) -> Tokenizer:
+    """The one tokenizer of all models."""
+    first = models[0]
+    for model in models:
+        if model.weights.tokenizer is None:
+            raise InvalidArgument(
+                "models", f"{model.name} has no tokenizer, so no text can be scored with it; expected a file with one"
+            )
+        if why := _differ(first.weights, model.weights):
+            raise InvalidArgument(
+                "models",
+                f"{model.name} has another {why} than {first.name}, so they cannot be compared token by token; evaluate"
+                " each in a run of its own: bits per byte may be compared across tokenizers, agreement may not",
+            )
+    assert first.weights.tokenizer is not None
+    return Tokenizer(first.weights.tokenizer, first.weights.spec.bos_token_id)
+
+
+def _differ(first: ModelWeights, other: ModelWeights) -> str | None:
+    """What keeps two models from reading the same windows."""
+    assert first.tokenizer is not None and other.tokenizer is not None
+    if first.tokenizer != other.tokenizer and json.loads(first.tokenizer) != json.loads(other.tokenizer):
+        return "tokenizer"
+    if first.spec.vocab_size != other.spec.vocab_size:
+        return f"vocabulary ({other.spec.vocab_size} ids, not {first.spec.vocab_size})"
+    if first.spec.bos_token_id != other.spec.bos_token_id:
+        return f"BOS ({other.spec.bos_token_id}, not {first.spec.bos_token_id})"
+    return None
+
+
+def _window_tokens(models: Sequence[NamedModel], options: Options) -> int:
+    shortest = min(models, key=lambda model: model.weights.spec.max_seq_len)
+    most = shortest.weights.spec.max_seq_len
+    if options.window_tokens is None:
+        return min(WINDOW_TOKENS, most)
+    if not 2 <= options.window_tokens <= most:
+        raise InvalidArgument(
+            "window_tokens",
+            f"is {options.window_tokens}, expected 2 to {most}, the longest sequence of {shortest.name}",
+        )
+    return options.window_tokens
+
+
+def _depths(models: Sequence[NamedModel], options: Options) -> tuple[int, ...]:
+    shallowest = min(models, key=lambda model: model.weights.spec.max_loops)
+    most = shallowest.weights.spec.max_loops
+    if options.depths is None:
+        return tuple(depth for depth in DEPTHS if depth <= most)
+    for depth in options.depths:
+        if not 1 <= depth <= most:
+            raise InvalidArgument("depths", f"hold {depth}, expected 1 to {most}, the max_loops of {shallowest.name}")
+    if not options.depths:
+        raise InvalidArgument("depths", "hold nothing, expected at least one depth")
+    return options.depths
+
+
+def _check_ids(model: NamedModel, windows: Sequence[Window]) -> None:
+    largest = max(int(window.targets.max()) for window in windows)
+    size = model.weights.spec.vocab_size
+    if largest >= size:
+        raise InvalidArgument("models", f"{model.name}: its tokenizer gives id {largest}, its vocabulary is {size}")
+
+
+def _text_facts(text: NamedText, windows: Sequence[Window]) -> TextFacts:
+    data = text.text.encode()
+    num_tokens = sum(len(window.targets) for window in windows)
+    return TextFacts(text.name, len(data), num_tokens, hashlib.sha256(data).hexdigest())
