@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinyloop_service.cli import output
+from tinyloop_service.cli.options import json_option
 from tinyloop_service.types import CacheMode
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 MODEL_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 MEASURED_WITH = ("tinyloop-service", "numpy", "tokenizers")
-IMAGES = (".svg", ".png", ".pdf")
 
 
 def parse_depths(value: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -86,20 +86,17 @@ def _cache_modes() -> tuple[CacheMode, ...]:
 @click.option(
     "--threads", type=click.IntRange(1), metavar="N", help="Windows at once.  [default: one per core, at most 8]"
 )
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(path_type=Path, allow_dash=True),
-    help="Write all figures here; - prints them.",
-)
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw them here: .svg, .png or .pdf.")
+@click.option("--save", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures here, a .json file.")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw them here: .svg, .png or .pdf.")
+@json_option
 def evaluate(
     paths: tuple[Path, ...],
     texts: tuple[Path, ...],
     reference: Path | None,
     max_bytes: int | None,
-    json_path: Path | None,
+    save: Path | None,
     plot: Path | None,
+    as_json: bool,
     **options: Any,
 ) -> None:
     """Measure how well models predict a text, at several depths: bits per byte, agreement, and how errors grow.
@@ -111,13 +108,13 @@ def evaluate(
     \b
     Examples:
       tinyloop evaluate --text book.txt
-      tinyloop evaluate fp16.tinyloop rtn.tinyloop gptq.tinyloop --text book.txt --plot quality.svg
-      tinyloop evaluate int4.tinyloop --reference fp16.tinyloop --text book.txt --max-bytes 20000 --json -
+      tinyloop evaluate fp16.tinyloop rtn.tinyloop gptq.tinyloop --text book.txt --plot q.svg --save q.json
+      tinyloop evaluate int4.tinyloop --reference fp16.tinyloop --text book.txt --max-bytes 20000 --json
     """
     from tinyloop_service.evaluate import Options, evaluate
     from tinyloop_service.evaluate.report import as_dict, render
 
-    _check_outputs(json_path, plot)
+    _check_outputs(save, plot)
     ordered = _reference_first(paths, reference)
     named_texts = [_read_text(path, max_bytes) for path in texts]
     with output.waiting("reading and verifying the models"):
@@ -127,28 +124,31 @@ def evaluate(
     with output.progressing("scoring windows") as progress:
         report = evaluate(models, named_texts, chosen, progress)
     facts = {**_circumstances(time.monotonic() - started), **as_dict(report)}
-    _write(report, facts, json_path, plot)
-    if str(json_path) == "-":
+    _write(report, facts, save, plot)
+    if as_json:
         output.print_json(facts)
     else:
         output.out.print(render(report))
         output.out.print(f"\n{facts['seconds']:.0f} s on {facts['machine']}", style="dim")
 
 
-def _check_outputs(json_path: Path | None, plot: Path | None) -> None:
+def _check_outputs(save: Path | None, plot: Path | None) -> None:
     """Before minutes are spent; and a forgotten value may not cost a model file."""
-    for option, path, endings in (("--json", json_path, (".json",)), ("--plot", plot, IMAGES)):
-        if path is None or (option == "--json" and str(path) == "-"):
-            continue
-        if path.suffix not in endings:
-            raise click.UsageError(f"{option} {path}: expected a path that ends in {' or '.join(endings)}")
-        if not path.parent.is_dir():
-            raise click.UsageError(f"{option} {path}: {path.parent} is no directory; make it first")
-    if plot is not None:
-        from tinyloop_service.evaluate.plot import can_plot
+    from tinyloop_service.evaluate.plot import FORMATS, can_plot
 
+    if save is not None:
+        _check_output("--save", save, ("json",))
+    if plot is not None:
+        _check_output("--plot", plot, FORMATS)
         if not can_plot():
             raise click.UsageError("--plot needs matplotlib: pip install 'tinyloop-service[plot]'")
+
+
+def _check_output(option: str, path: Path, endings: Sequence[str]) -> None:
+    if path.suffix.removeprefix(".") not in endings:
+        raise click.UsageError(f"{option} {path}: expected a path that ends in .{' or .'.join(endings)}")
+    if not path.parent.is_dir():
+        raise click.UsageError(f"{option} {path}: {path.parent} is no directory; make it first")
 
 
 def _reference_first(paths: Sequence[Path], reference: Path | None) -> list[Path]:
@@ -192,10 +192,10 @@ def _circumstances(seconds: float) -> dict[str, Any]:
     return {"machine": describe_machine(), "versions": versions, "seconds": round(seconds, 1)}
 
 
-def _write(report: Report, facts: dict[str, Any], json_path: Path | None, plot: Path | None) -> None:
+def _write(report: Report, facts: dict[str, Any], save: Path | None, plot: Path | None) -> None:
     """Each file whole, or as it was."""
-    if json_path is not None and str(json_path) != "-":
-        _write_file(json_path, json.dumps(facts, indent=2, ensure_ascii=False).encode())
+    if save is not None:
+        _write_file(save, json.dumps(facts, indent=2, ensure_ascii=False).encode())
     if plot is not None:
         from tinyloop_service.evaluate.plot import draw
 

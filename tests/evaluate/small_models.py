@@ -1,0 +1,76 @@
+"""Small random models, one a switch of the spec, that take text: one token a byte, ids 256 and 257 for BOS and EOS."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tinyloop_service.engine.spec import SIZES, ModelSpec, Quant
+from tinyloop_service.engine.weights import ModelWeights, random_model
+from tinyloop_service.evaluate import NamedModel
+from tinyloop_service.evaluate.run import Report, evaluate
+from tinyloop_service.evaluate.windows import NamedText
+
+BASE = replace(
+    SIZES["tiny"],
+    vocab_size=258,
+    d_model=64,
+    n_heads=4,
+    n_kv_heads=4,
+    head_dim=16,
+    d_ff=96,
+    max_loops=5,
+    max_seq_len=64,
+    bos_token_id=256,
+    eos_token_ids=(257,),
+    quant=Quant(4, 32),
+)
+SPECS: dict[str, ModelSpec] = {
+    "pre": BASE,
+    "fp16": replace(BASE, quant=None),
+    "gqa": replace(BASE, n_kv_heads=2),
+    "interleaved": replace(BASE, rope_pairing="interleaved"),
+    "sandwich": replace(BASE, norm_placement="sandwich"),
+    "loop_norm": replace(BASE, loop_norm=True),
+    "loop_norm+post": replace(BASE, loop_norm=True, post_blocks=1),
+    "inject": replace(BASE, inject="add"),
+    "group of 2": replace(BASE, loop_blocks=2, post_blocks=2, pre_blocks=1),
+    "no pre": replace(BASE, pre_blocks=0, inject="add"),
+    "tied": replace(BASE, tie_embeddings=True),
+    "everything": replace(
+        BASE,
+        n_kv_heads=1,
+        rope_pairing="interleaved",
+        norm_placement="sandwich",
+        loop_norm=True,
+        inject="add",
+        loop_blocks=2,
+        post_blocks=1,
+    ),
+}
+TEXT = NamedText(
+    "psalm", "The LORD is my shepherd; I shall not want. — “He maketh me to lie down in green pastures.” " * 2
+)
+
+
+@cache
+def byte_tokenizer() -> bytes:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made.to_str().encode()
+
+
+@cache
+def model(name: str, seed: int = 1) -> ModelWeights:
+    return random_model(SPECS[name], seed, tokenizer=byte_tokenizer())
+
+
+@cache
+def small_report() -> Report:
+    """An fp16 model, and an INT4 one beside it."""
+    return evaluate([NamedModel("fp16.tinyloop", model("fp16")), NamedModel("int4.tinyloop", model("pre"))], [TEXT])
