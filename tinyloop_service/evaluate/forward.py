@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from tinyloop_service.engine.reference import rope, round_to_int8
 from tinyloop_service.engine.tensors import BlockWeights, Int4Linear, Linear, ModelWeights
+from tinyloop_service.evaluate.windows import Ids
 from tinyloop_service.types import CacheMode
 
 Floats = NDArray[np.float32]
-Ids = NDArray[np.int64]
 
 QUERIES = 256  # queries of one head at once: their scores stay in a core's cache
 
@@ -59,15 +59,10 @@ class Rounding:
     activations: Literal["float32", "int8"] = "float32"
     cache: CacheMode | None = None  # None: K and V stay float32
 
-    @property
-    def of_keys_values(self) -> CacheRounding | None:
+    def of(self, stored: Literal["kv", "h"]) -> Callable[[Floats], Floats] | None:
+        """What rounds this form of a token's state, if the cache stores it."""
         rounding = CACHE_ROUNDINGS[self.cache] if self.cache else None
-        return rounding if rounding and rounding.stores == "kv" else None
-
-    @property
-    def of_input(self) -> CacheRounding | None:
-        rounding = CACHE_ROUNDINGS[self.cache] if self.cache else None
-        return rounding if rounding and rounding.stores == "h" else None
+        return rounding.rounded if rounding and rounding.stores == stored else None
 
 
 class DenseModel:
@@ -86,7 +81,7 @@ class DenseModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ModelRun:
     """One window, computed."""
 
     forward: ModelForward
@@ -104,7 +99,7 @@ class ModelForward:
     model: DenseModel
     rounding: Rounding = Rounding()
 
-    def run(self, tokens: Ids, loops: int) -> Run:
+    def run(self, tokens: Ids, loops: int) -> ModelRun:
         """Through the loop `loops` times.  tokens: (T,), a sequence from its first position on."""
         weights, spec = self.model.weights, self.model.weights.spec
         x = weights.embed[tokens].astype(np.float32)  # (T, d_model)
@@ -120,7 +115,7 @@ class ModelForward:
             if spec.loop_norm:
                 x = self._norm(x, weights.norm)
             states[loop] = x
-        return Run(self, states)
+        return ModelRun(self, states)
 
     def logits(self, state: Floats) -> Floats:
         """From the state after the last loop to (T, vocab_size)."""
@@ -141,13 +136,13 @@ class ModelForward:
     def _attention(self, block: BlockWeights, x: Floats) -> Floats:
         spec, positions = self.model.weights.spec, np.arange(len(x))
         y = stored = self._norm(x, block.attn_norm)
-        if of_input := self.rounding.of_input:
-            stored = self._norm(of_input.rounded(x), block.attn_norm)
+        if rounded := self.rounding.of("h"):
+            stored = self._norm(rounded(x), block.attn_norm)
         q = rope(self._heads(y, block.q, spec.n_heads), positions, spec)  # (H, T, D)
         k = rope(self._heads(stored, block.k, spec.n_kv_heads), positions, spec)  # (G, T, D)
         v = self._heads(stored, block.v, spec.n_kv_heads)
-        if of_keys_values := self.rounding.of_keys_values:
-            k, v = of_keys_values.rounded(k), of_keys_values.rounded(v)
+        if rounded := self.rounding.of("kv"):
+            k, v = rounded(k), rounded(v)
         return self._linear(attend(q * np.float32(spec.head_dim**-0.5), k, v), block.o)
 
     def _heads(self, y: Floats, linear: Linear, num_heads: int) -> Floats:
