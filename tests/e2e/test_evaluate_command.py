@@ -83,7 +83,7 @@ def test_a_quick_look_cuts_no_character_in_two(tiny: Path, book: Path) -> None:
     ("arguments", "words"),
     [
         (["--depths", "1,two"], "'1,two' is no list of depths"),
-        (["--cache-modes", "fp17"], "'fp17' is none of fp16"),
+        (["--cache-modes", "fp17"], "'fp17' is none of fp16, int8"),
         (["--save", "figures.tinyloop"], "--save figures.tinyloop: expected a path that ends in .json"),
         (["--save", "/nonexistent/q.json"], "/nonexistent is no directory"),
         (["--plot", "q.gif"], "--plot q.gif: expected a path that ends in .svg or .png or .pdf"),

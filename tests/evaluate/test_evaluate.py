@@ -58,7 +58,7 @@ def test_rows_are_weights_then_activations_then_caches() -> None:
         ("fp16.tinyloop", True, "float32", None, "second half"),
         ("int4.tinyloop", False, "float32", None, "all"),
         ("int4.tinyloop", False, "int8", None, "all"),
-        ("fp16.tinyloop", False, "float32", CacheMode.FP16, "second half"),
+        *(("fp16.tinyloop", False, "float32", mode, "second half") for mode in CacheMode),
     ]
     assert small_report().depths == (1, 2, 4)  # of the default ones, those that a model of 5 loops has
     assert small_report().window_tokens == 64  # its max_seq_len
@@ -73,11 +73,9 @@ def test_a_copy_of_the_reference_differs_in_nothing_and_another_model_does() -> 
 
 
 def test_smaller_roundings_are_smaller_errors() -> None:
-    """fp16 K and V move the state less than int8 activations do, which move it less than INT4 weights' own noise."""
-    rows = {(row.model, row.rounding.activations, row.span): row for row in small_report().rows if not row.is_reference}
-    cache, other = rows["fp16.tinyloop", "float32", "second half"], rows["int4.tinyloop", "float32", "all"]
-    assert cache.quality.distance is not None and other.quality.distance is not None
-    assert 0 < max(cache.quality.distance) < 1e-3 < min(other.quality.distance)
+    distances = {row.rounding.cache: row.quality.distance for row in small_report().over("second half")}
+    in_order = [distances[mode][-1] for mode in (None, *(CacheMode.FP16, CacheMode.INT8, CacheMode.H_INT4))]  # type: ignore[index]
+    assert in_order == sorted(in_order) and in_order[0] == 0 and in_order[1] > 0
 
 
 def test_figures_do_not_depend_on_threads_and_texts_are_scored_each_from_its_beginning() -> None:
@@ -115,6 +113,16 @@ def test_models_of_another_width_are_compared_by_tokens_alone() -> None:
     report = evaluate([NamedModel("a", model("pre")), NamedModel("b", narrow)], [TEXT], ONE_PASS)
     assert report.rows[1].quality.distance is None
     assert 0 <= report.rows[1].quality.agreement[0] < 1
+
+
+def test_only_modes_that_can_store_the_state_are_scored_unless_others_are_asked_for() -> None:
+    """With one K/V head of four, K and V of a token are half as wide as h."""
+    narrow = [NamedModel("a", model("everything"))]
+    options = replace(ONE_PASS, int8_activations=False)
+    modes = [row.rounding.cache for row in evaluate(narrow, [TEXT], replace(options, cache_modes=None)).rows]
+    assert modes == [None, None, CacheMode.FP16, CacheMode.INT8]
+    with pytest.raises(InvalidArgument, match="cache_mode: h-int8 given"):
+        evaluate(narrow, [TEXT], replace(options, cache_modes=(CacheMode.H_INT8,)))
 
 
 def other(spec: ModelSpec = BASE, tokenizer: bytes | None = None) -> NamedModel:

@@ -38,16 +38,11 @@ def parse_cache_modes(value: str | tuple[CacheMode, ...]) -> tuple[CacheMode, ..
     if isinstance(value, tuple):
         return value
     names = value.replace(",", " ").split()
-    known = [mode.value for mode in _cache_modes()]
-    if unknown := [name for name in names if name not in known] if names != ["none"] else []:
-        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(known)}; or give none")
-    return tuple(mode for mode in _cache_modes() if mode.value in names)
-
-
-def _cache_modes() -> tuple[CacheMode, ...]:
-    from tinyloop_service.evaluate import Options
-
-    return Options().cache_modes
+    known = [mode.value for mode in CacheMode]
+    for name in names if names != ["none"] else []:
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is none of {', '.join(known)}; or give none")
+    return tuple(mode for mode in CacheMode if mode.value in names)
 
 
 @click.command()
@@ -75,7 +70,7 @@ def _cache_modes() -> tuple[CacheMode, ...]:
     "--cache-modes",
     type=parse_cache_modes,
     metavar="MODE,…",
-    help="Score second halves off a first half cached so; none for no such rows.  [default: every mode]",
+    help="Score second halves off a first half cached so; none for no such rows.  [default: every mode that fits]",
 )
 @click.option(
     "--int8-activations/--no-int8-activations",

@@ -5,8 +5,8 @@ the deepest: loop i of a token depends only on loops ≤ i of tokens up to it.  
 `Rounding` switches on one rounding of an engine at a time:
 
     activations="int8"   inputs of INT4 linears, as the CPU engine rounds them
-    cache                every K and V that is read, a token's own included, is the one that a cache mode stores; so
-                         a second half after a cached first half computes what one pass over both does
+    cache                every K and V that is read, a token's own included, is the one obtained from what a cache
+                         mode stores; so a second half off a cached first half is what one pass over both computes
 
 Equal to `engine/reference.py`, which tests hold it to; faster because attention goes by blocks of queries and leaves
 out the keys that come after them.  Refuses to know about texts, scores, pages and sliding windows.
@@ -15,13 +15,13 @@ Shapes: T tokens, H heads, G K/V heads, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tinyloop_service.engine.cache_modes import H_MODES, decode, encode
 from tinyloop_service.engine.reference import rope, round_to_int8
 from tinyloop_service.engine.tensors import BlockWeights, Int4Linear, Linear, ModelWeights
 from tinyloop_service.evaluate.windows import Ids
@@ -33,36 +33,15 @@ QUERIES = 256  # queries of one head at once: their scores stay in a core's cach
 
 
 @dataclass(frozen=True, slots=True)
-class CacheRounding:
-    """What a cache mode makes of a token's state between writing and reading it.
-
-    stores: "kv", K (after RoPE) and V, (G, T, D); or "h", a block's input before its norm, (T, d_model), from which K
-    and V are projected.  `rounded` takes such an array, each row of its last axis on its own.
-    """
-
-    stores: Literal["kv", "h"]
-    rounded: Callable[[Floats], Floats]
-
-
-def to_fp16(x: Floats) -> Floats:
-    return x.astype(np.float16).astype(np.float32)
-
-
-# A further mode is one entry more.
-CACHE_ROUNDINGS: dict[CacheMode, CacheRounding] = {CacheMode.FP16: CacheRounding("kv", to_fp16)}
-
-
-@dataclass(frozen=True, slots=True)
 class Rounding:
     """What is rounded besides the weights in the file; nothing by default."""
 
     activations: Literal["float32", "int8"] = "float32"
     cache: CacheMode | None = None  # None: K and V stay float32
 
-    def of(self, stored: Literal["kv", "h"]) -> Callable[[Floats], Floats] | None:
-        """What rounds this form of a token's state, if the cache stores it."""
-        rounding = CACHE_ROUNDINGS[self.cache] if self.cache else None
-        return rounding.rounded if rounding and rounding.stores == stored else None
+    def as_read(self, x: Floats) -> Floats:
+        """What a cache gives back of K, V or h, each (…, values of a token)."""
+        return x if self.cache is None else decode(self.cache, encode(self.cache, x))
 
 
 class DenseModel:
@@ -136,13 +115,14 @@ class ModelForward:
     def _attention(self, block: BlockWeights, x: Floats) -> Floats:
         spec, positions = self.model.weights.spec, np.arange(len(x))
         y = stored = self._norm(x, block.attn_norm)
-        if rounded := self.rounding.of("h"):
-            stored = self._norm(rounded(x), block.attn_norm)
+        h_is_stored = self.rounding.cache in H_MODES
+        if h_is_stored:
+            stored = self._norm(self.rounding.as_read(x), block.attn_norm)
         q = rope(self._heads(y, block.q, spec.n_heads), positions, spec)  # (H, T, D)
         k = rope(self._heads(stored, block.k, spec.n_kv_heads), positions, spec)  # (G, T, D)
         v = self._heads(stored, block.v, spec.n_kv_heads)
-        if rounded := self.rounding.of("kv"):
-            k, v = rounded(k), rounded(v)
+        if not h_is_stored:
+            k, v = self.rounding.as_read(k), self.rounding.as_read(v)
         return self._linear(attend(q * np.float32(spec.head_dim**-0.5), k, v), block.o)
 
     def _heads(self, y: Floats, linear: Linear, num_heads: int) -> Floats:

@@ -25,9 +25,11 @@ from itertools import count
 
 from threadpoolctl import threadpool_limits
 
+from tinyloop_service.engine.cache_modes import check_mode
+from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.errors import InvalidArgument
-from tinyloop_service.evaluate.forward import CACHE_ROUNDINGS, DenseModel, ModelForward, Rounding
+from tinyloop_service.evaluate.forward import DenseModel, ModelForward, Rounding
 from tinyloop_service.evaluate.score import Forward, Quality, Sums, measure_quality, score_window, sum_up
 from tinyloop_service.evaluate.windows import NamedText, Span, Window, cut_windows
 from tinyloop_service.text import Tokenizer
@@ -51,7 +53,7 @@ class Options:
     depths: tuple[int, ...] | None = None  # None: those of DEPTHS that every model has
     window_tokens: int | None = None  # None: WINDOW_TOKENS, or the shortest max_seq_len if that is less
     int8_activations: bool = True
-    cache_modes: tuple[CacheMode, ...] = tuple(CACHE_ROUNDINGS)
+    cache_modes: tuple[CacheMode, ...] | None = None  # None: all that can store the reference model's state
     threads: int = field(default_factory=lambda: min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
@@ -110,10 +112,11 @@ def evaluate(
     tokenizer = _shared_tokenizer(models)
     window_tokens = _window_tokens(models, options)
     depths = _depths(models, options)
+    modes = _cache_modes(models[0].weights.spec, options)
     cut = [cut_windows(text, tokenizer, window_tokens) for text in texts]
     windows = [window for each in cut for window in each]
     _check_ids(models[0], windows)
-    passes = _plan(models, options)
+    passes = _plan(models, options.int8_activations, modes)
     sums = _score_all(passes, windows, depths, options.threads, progress)
     rows = []
     for index, each in enumerate(passes):
@@ -124,7 +127,7 @@ def evaluate(
     return Report(models[0].name, depths, window_tokens, len(windows), facts, tuple(models), tuple(rows))
 
 
-def _plan(models: Sequence[NamedModel], options: Options) -> list[_Pass]:
+def _plan(models: Sequence[NamedModel], int8_activations: bool, modes: Sequence[CacheMode]) -> list[_Pass]:
     """The reference's plain pass first."""
     dense = [DenseModel(model.weights) for model in models]
     passes: list[_Pass] = []
@@ -133,11 +136,11 @@ def _plan(models: Sequence[NamedModel], options: Options) -> list[_Pass]:
         passes.append(_Pass(models[index].name, rounding, ModelForward(dense[index], rounding), spans))
 
     for index, model in enumerate(models):
-        halves: tuple[Span, ...] = ("second half",) if index == 0 and options.cache_modes else ()
+        halves: tuple[Span, ...] = ("second half",) if index == 0 and modes else ()
         add(index, Rounding(), "all", *halves)
-        if options.int8_activations and model.weights.spec.quant is not None:
+        if int8_activations and model.weights.spec.quant is not None:
             add(index, Rounding(activations="int8"), "all")
-    for mode in options.cache_modes:
+    for mode in modes:
         add(0, Rounding(cache=mode), "second half")
     return passes
 
@@ -224,6 +227,22 @@ def _depths(models: Sequence[NamedModel], options: Options) -> tuple[int, ...]:
     if not options.depths:
         raise InvalidArgument("depths", "hold nothing, expected at least one depth")
     return options.depths
+
+
+def _cache_modes(spec: ModelSpec, options: Options) -> tuple[CacheMode, ...]:
+    if options.cache_modes is None:
+        return tuple(mode for mode in CacheMode if _can_store(mode, spec))
+    for mode in options.cache_modes:
+        check_mode(mode, spec)
+    return options.cache_modes
+
+
+def _can_store(mode: CacheMode, spec: ModelSpec) -> bool:
+    try:
+        check_mode(mode, spec)
+    except InvalidArgument:
+        return False
+    return True
 
 
 def _check_ids(model: NamedModel, windows: Sequence[Window]) -> None:
