@@ -20,8 +20,8 @@ DEPTHS = (1, 2, 5)
 CLOSE = {"rtol": 0, "atol": 5e-5}
 # A rounding makes such a difference a whole step where a value falls on the other side of a boundary.  Few do, so what
 # they move stays well below what the rounding itself does to the logits, which is what leaving it out would show; in
-# root mean squares up to an eighth here, where K or V alone left out would be some 0.7.
-FLIPPED = 0.4
+# root mean squares up to 0.29 here, where K or V alone left out would be some 0.7.
+FLIPPED = 0.5
 PLAIN = Rounding()
 INT8 = Rounding(activations="int8")
 
