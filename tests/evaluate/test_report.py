@@ -51,11 +51,11 @@ def test_a_lone_model_has_bits_and_nothing_to_compare() -> None:
 def test_growth_is_a_sentence_a_row() -> None:
     [sentence] = growth_sentences(with_distance((0.01, 0.02, 0.025, 0.03)))
     assert sentence == (
-        "int4.tinyloop: the state is 1 % off before the first loop, 2 % after it and 3 % after loop 3, "
+        "int4.tinyloop: the state is 1.00 % off before the first loop, 2.00 % after it and 3.00 % after loop 3, "
         "1.50 times that after the first."
     )
     [sentence] = growth_sentences(with_distance((0.0, 0.2)))
-    assert sentence == "int4.tinyloop: the state is 0 % off before the first loop and 20.0 % after it."
+    assert sentence == "int4.tinyloop: the state is 0.00 % off before the first loop and 20.0 % after it."
     assert list(growth_sentences(with_distance(None))) == []
 
 
@@ -64,7 +64,7 @@ def test_a_state_of_another_width_is_a_dash() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "shown"), [(1, "100.0 %"), (0.8666, "86.7 %"), (0.05, "5 %"), (0.000141, "0.0141 %")]
+    ("share", "shown"), [(1, "100.0 %"), (0.8666, "86.7 %"), (0.05, "5.00 %"), (0.000141, "0.0141 %")]
 )
 def test_shares_keep_three_digits(share: float, shown: str) -> None:
     assert percent(share) == shown

@@ -102,7 +102,7 @@ def growth_sentences(report: Report) -> Iterator[str]:
 
 def percent(share: float) -> str:
     """Three digits that count, however small: "86.7 %", "0.0412 %"."""
-    return f"{100 * share:.3g} %" if share < 0.1 else f"{100 * share:.1f} %"
+    return f"{100 * share:#.3g} %" if share < 0.1 else f"{100 * share:.1f} %"
 
 
 def signed(bits: float) -> str:
