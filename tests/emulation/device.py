@@ -92,9 +92,7 @@ class EmulatedDevice:
     _queue: list[Work] = field(default_factory=list)
     _capturing: list[Work] | None = None
     _capturer: threading.Thread | None = None  # others may wait meanwhile
-    _running: threading.RLock = field(
-        default_factory=threading.RLock
-    )  # held while work runs
+    _running: threading.RLock = field(default_factory=threading.RLock)  # held while work runs
     _wanted: list[EmulatedKernel] | None = None  # while preparing: what would have been launched
     _kernels: dict[tuple[Any, ...], EmulatedKernel] = field(default_factory=dict)
 
