@@ -15,6 +15,7 @@ from tinyloop_service.cli.evaluate import evaluate
 from tinyloop_service.cli.generate import generate
 from tinyloop_service.cli.model import init, inspect, model
 from tinyloop_service.cli.prefix import prefix
+from tinyloop_service.cli.quantize import convert, quantize
 from tinyloop_service.cli.serve import serve
 from tinyloop_service.errors import TinyLoopError, Unavailable
 
@@ -37,7 +38,7 @@ def group() -> None:
     """
 
 
-for command in (serve, prefix, generate, model, init, inspect, evaluate, bench, demo):
+for command in (serve, prefix, generate, model, init, inspect, quantize, convert, evaluate, bench, demo):
     group.add_command(command)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from tinyloop_service.cli import output
+from tinyloop_service.cli.made import made_facts
 from tinyloop_service.cli.options import client_options, json_option
 
 SIZES = ("tiny", "407m")
@@ -57,6 +58,8 @@ def init(path: Path, size: str, seed: int, tokenizer: Path | None, force: bool, 
 def inspect(path: Path, as_json: bool) -> None:
     """Verify a model file and show what is in it: sizes, depth, quantisation, where it comes from.
 
+    Of a file that `tinyloop quantize` wrote: the method, the calibration text and the errors; --json has every layer.
+
     \b
     Examples:
       tinyloop inspect tiny.tinyloop
@@ -80,6 +83,7 @@ def inspect(path: Path, as_json: bool) -> None:
             ),
             "state": f"{output.human_bytes(summary.kv_bytes_1024)} for 1024 tokens at the default depth, fp16",
             "origin": ", ".join(f"{key} {value}" for key, value in summary.provenance.items() if _is_short(value)),
+            **made_facts(summary.provenance),
         }
     )
 

@@ -30,7 +30,7 @@ from safetensors.numpy import save_file
 from tinyloop_service.errors import ModelFileError
 
 _MAX_HEADER_BYTES = 16 << 20  # a large model's header is some 10 KiB
-_DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "U8": np.dtype("u1")}  # all that a .tinyloop file holds
+DTYPES: Mapping[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "U8": np.dtype("u1")}  # all that a .tinyloop file holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,20 @@ class _Entry:
     end: int
 
 
-def read_container(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """(metadata, name → read-only array).  Raises ModelFileError; an OSError only if the file cannot be opened."""
+def read_container(
+    path: Path, dtypes: Mapping[str, np.dtype[Any]] = DTYPES
+) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """(metadata, name → read-only array).  Raises ModelFileError; an OSError only if the file cannot be opened.
+
+    dtypes: what a tensor may be of, by the names of safetensors, and what that is for NumPy.
+    """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
             raise ModelFileError(f"{path.name} is {size} bytes long, too short for a model file")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
-        metadata, entries = _parse(mapped, size)
+        metadata, entries = _parse(mapped, size, dtypes)
     except ModelFileError as error:
         raise ModelFileError(f"{path.name} is not a whole safetensors file: {error}") from None
     start = size - entries[-1].end if entries else size
@@ -59,7 +64,7 @@ def read_container(path: Path) -> tuple[dict[str, str], dict[str, NDArray[Any]]]
     }
 
 
-def _parse(mapped: mmap.mmap, size: int) -> tuple[dict[str, str], list[_Entry]]:
+def _parse(mapped: mmap.mmap, size: int, dtypes: Mapping[str, np.dtype[Any]]) -> tuple[dict[str, str], list[_Entry]]:
     (length,) = struct.unpack("<Q", mapped[:8])
     if length > min(size - 8, _MAX_HEADER_BYTES):
         raise ModelFileError(f"its header claims {length} bytes, the file has {size}")
@@ -72,7 +77,7 @@ def _parse(mapped: mmap.mmap, size: int) -> tuple[dict[str, str], list[_Entry]]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelFileError("its metadata is not text by name")
-    entries = sorted((_entry(name, value) for name, value in header.items()), key=lambda entry: entry.begin)
+    entries = sorted((_entry(name, value, dtypes) for name, value in header.items()), key=lambda entry: entry.begin)
     _check_layout(entries, size - 8 - length)
     return metadata, entries
 
@@ -84,13 +89,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _entry(name: str, value: Any) -> _Entry:
+def _entry(name: str, value: Any, dtypes: Mapping[str, np.dtype[Any]]) -> _Entry:
     label = f"tensor {name[:80]!r}"
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise ModelFileError(f"{label} is not described by dtype, shape and data_offsets")
-    dtype = _DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    dtype = dtypes.get(value["dtype"]) if isinstance(value["dtype"], str) else None
     if dtype is None:
-        raise ModelFileError(f"{label} is of dtype {str(value['dtype'])[:20]}, expected F16 or U8")
+        raise ModelFileError(f"{label} is of dtype {str(value['dtype'])[:20]}, expected {' or '.join(dtypes)}")
     shape, offsets = value["shape"], value["data_offsets"]
     if not _naturals(shape) or 0 in shape or len(shape) > 4 or not _naturals(offsets) or len(offsets) != 2:
         raise ModelFileError(f"{label} has a malformed shape or data_offsets")

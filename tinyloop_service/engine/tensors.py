@@ -89,7 +89,13 @@ def quantize_rtn(weight: Array, group_size: int) -> Int4Linear:
     scales = (np.abs(grouped).max(axis=2) / 7).astype(np.float16)
     divisor = np.where(scales == 0, 1, scales).astype(np.float32)[:, :, None]
     nibbles = (np.clip(np.rint(grouped / divisor), -7, 7) + 8).astype(np.uint8).reshape(num_out, num_in)
-    return Int4Linear(nibbles[:, 0::2] | nibbles[:, 1::2] << 4, scales)
+    return Int4Linear(pack_nibbles(nibbles), scales)
+
+
+def pack_nibbles(nibbles: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(out, in) of 0…15 → qweight (out, in/2)."""
+    packed = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    return packed.astype(np.uint8, copy=False)
 
 
 def quantize_tensors(tensors: Tensors, quant: Quant) -> dict[str, Array]:
