@@ -34,7 +34,7 @@ pytest=("$python" -m pytest -q -m gpu -p no:cacheprovider -n "${GPU_TEST_JOBS:-4
 for name in "${parts[@]}"; do
     case $name in
         kernels) part "$name" 150 "${pytest[@]}" tests/kernels ;;
-        engine) part "$name" 240 "${pytest[@]}" tests/engine tests/gpu ;;
+        engine) part "$name" 240 "${pytest[@]}" tests/engine tests/gpu tests/quantize/test_trajectory.py ;;
         bench-kernels) part "$name" 120 "$python" tests/bench_kernels.py --out "$folder/bench_kernels.json" ;;
         bench-prefix)
             part "$name" 200 "$python" tests/bench_prefix_cache.py --engine cuda --out "$folder/bench_prefix_cache.json"

@@ -120,6 +120,12 @@ def test_write_and_read_give_the_same_model(name: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m.tinyloop"], "a temporary file was left behind"
 
 
+def test_the_same_model_is_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_model(tmp_path / name, random_model(SMALL, tokenizer=b"{}"))
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
 def test_the_safetensors_library_reads_our_file(good: Path) -> None:
     tensors = load_file(good)
     assert tensors["pre.0.attn.q.qweight"].shape == (64, 32)
@@ -159,7 +165,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("tinyloop_service.engine.container.save_file", full)
+    monkeypatch.setattr("tinyloop_service.engine.container._write", full)
     with pytest.raises(OSError, match="No space"):
         write_model(path, random_model(SMALL, 1))
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

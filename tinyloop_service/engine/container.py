@@ -21,11 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from tinyloop_service.errors import ModelFileError
 
@@ -121,9 +120,12 @@ def _check_layout(entries: list[_Entry], data_bytes: int) -> None:
 
 
 def write_container(path: Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
-    """Readers of `path` see the old file or the whole new one."""
-    with replacing(path) as temporary:
-        save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, temporary, dict(metadata))
+    """Readers of `path` see the old file or the whole new one.
+
+    The same contents give the same bytes, unlike those of the safetensors library, which shuffles its metadata.
+    """
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        _write(file, tensors, metadata)
 
 
 @contextmanager
@@ -146,3 +148,20 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _write(file: BinaryIO, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
+    """Tensors of the widest type first, then by name; the data begin at a multiple of 8, so each is aligned."""
+    kinds = {dtype: kind for kind, dtype in DTYPES.items()}
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    end = 0
+    for name in names:
+        value = tensors[name]
+        begin, end = end, end + value.nbytes
+        header[name] = {"dtype": kinds[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in names:
+        file.write(np.ascontiguousarray(tensors[name]).data)

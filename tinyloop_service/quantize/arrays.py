@@ -47,7 +47,10 @@ def open_arrays(device: Device) -> Arrays:
         if device == "auto":
             return _cpu()
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise InvalidArgument("device", f"cuda cannot be used ({reason}); install CuPy, or take cpu") from None
+        raise InvalidArgument(
+            "device",
+            f"cuda cannot be used ({reason}); install CuPy with its headers, the extra cuda13 or cuda12, or take cpu",
+        ) from None
 
 
 def _cpu() -> Arrays:

@@ -231,7 +231,9 @@ class _Run:
 
     def _prepare(self, name: str, hessian: NDArray[np.float64]) -> Curvature:
         if not np.isfinite(hessian).all():
-            raise ModelFileError(f"{name}: on this text its inputs are too large or not finite; there is nothing to round for")
+            raise ModelFileError(
+                f"{name}: on this text its inputs are too large or not finite; there is nothing to round for"
+            )
         try:
             return prepare(hessian, self._recipe.damping)
         except NotPositiveDefinite as error:
