@@ -127,7 +127,7 @@ def test_every_linear_is_int4_and_all_else_is_as_it_was(name: str) -> None:
     assert [layer.name for layer in found.layers][-1] == "head"
     for layer in found.layers:
         assert 0 < layer.error < layer.rtn_error, layer
-        assert layer.damping == RECIPE.damping and not layer.note
+        assert layer.damping == RECIPE.damping
         assert len(layer.errors_by_pass) == (1 if layer.name == "head" else 2)
         assert layer.errors_by_pass[-1] == layer.error
 
@@ -212,11 +212,20 @@ def test_dead_inputs_and_retries_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         return real(matrix)
 
     monkeypatch.setattr(np.linalg, "cholesky", failing_once)
-    found = quantized(ModelWeights.from_tensors(weights.spec, tensors), replace(RECIPE, passes=1))
+    weights = ModelWeights.from_tensors(weights.spec, tensors)
+    found = quantized(weights, replace(RECIPE, passes=1), (40,) * 12)
     notes = {layer.name: layer.note for layer in found.layers if layer.note}
     assert notes.pop("loop.0.mlp.down") == "5 of 96 inputs always zero"
     assert set(notes) == {"pre.0.attn.q", "pre.0.attn.k", "pre.0.attn.v"}, "they share one Hessian"
     assert set(notes.values()) == {"Cholesky failed 1×, damping raised to 0.1"}
+
+
+def test_too_little_text_for_a_layer_is_named() -> None:
+    """144 tokens: the loop block reads them at each of three loops, others once."""
+    notes = {layer.name: layer.note for layer in result("pre").layers}
+    assert notes["pre.0.mlp.down"].startswith("144 tokens for 96 inputs")
+    assert notes["head"].startswith("144 tokens for 64 inputs")
+    assert not notes["loop.0.mlp.down"]
 
 
 def test_a_hessian_that_stays_singular_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,8 +80,8 @@ def quantize(source: Path, target: Path, force: bool, as_json: bool, **given: An
     causes.  A loop block is rounded for its inputs at every loop, and in a second pass for those that its own rounding
     leads to.  rtn rounds every weight on its own, and needs no text.
 
-    The table shows for each layer which share of its outputs' energy the rounding loses on that text: by rounding to
-    nearest, and by GPTQ.  `tinyloop inspect` shows later how a file was made.
+    The table shows for each layer which share of its outputs' energy is lost on that text: by rounding to nearest, and
+    by GPTQ.  `tinyloop inspect` shows later how a file was made.
 
     \b
     Examples:

@@ -35,9 +35,11 @@ from tinyloop_service.engine.tensors import (
 from tinyloop_service.errors import InvalidArgument, ModelFileError
 from tinyloop_service.quantize.arrays import Arrays
 from tinyloop_service.quantize.calibration import Calibration
-from tinyloop_service.quantize.gptq import Curvature, NotPositiveDefinite, Rounded, prepare, quantize_gptq
+from tinyloop_service.quantize.gptq import Curvature, NotPositiveDefinite, prepare, quantize_gptq
 from tinyloop_service.quantize.hessians import Hessians
 from tinyloop_service.quantize.trajectory import INPUT_GROUPS, Array, Collect, Trajectory, ignore
+
+OVERFITTED = 4  # tokens an input, below which a small error says little about other text
 
 Report = Callable[[str, float], None]  # what is being done, and the share of all work that is done
 
@@ -167,6 +169,7 @@ class _Run:
         self._trajectory = Trajectory(weights.spec, arrays.xp, self._dense(weights.norm))
         embed = weights.embed
         self._states = [self._dense(embed[ids]) for ids in calibration.batches(arrays.batch_tokens)]
+        self._num_tokens = calibration.num_tokens
         self._progress = _Progress(weights.spec, recipe, len(self._states), report)
         self.linears: dict[str, Int4Linear] = {}
         self.layers: list[Layer] = []
@@ -195,7 +198,7 @@ class _Run:
             hessians.add((0, "head"), inputs.reshape(-1, inputs.shape[-1]))
         self._progress.say("head: rounding")
         curvature = self._prepare("head", hessians.take((0, "head")))
-        self.layers.append(self._round("head", curvature, ()))
+        self.layers.append(self._round("head", curvature, self._num_tokens, ()))
 
     def _batches(self, unit: Unit, stage: str) -> Iterator[Array]:
         for states in self._states:
@@ -221,12 +224,13 @@ class _Run:
         errors: Mapping[str, tuple[float, ...]],
     ) -> Iterator[Layer]:
         """Round every linear of the unit for these inputs, and put what became of it into `blocks`."""
+        counted = np.count_nonzero(self._recipe.depth_weights) if unit.kind == "loop" else 1
         for index, base in enumerate(unit.bases):
             for group, names in INPUT_GROUPS.items():
                 curvature = self._prepare(f"{base}.{names[0]}", hessians.take((index, group)))
                 for name in names:
                     full = f"{base}.{name}"
-                    yield self._round(full, curvature, errors.get(full, ()))
+                    yield self._round(full, curvature, self._num_tokens * int(counted), errors.get(full, ()))
                     blocks[index][name] = self._dense(self.linears[full].dequantize())
 
     def _prepare(self, name: str, hessian: NDArray[np.float64]) -> Curvature:
@@ -239,10 +243,13 @@ class _Run:
         except NotPositiveDefinite as error:
             raise InvalidArgument("damping", f"{name}: {error}; give more calibration text or more damping") from None
 
-    def _round(self, name: str, curvature: Curvature, errors: tuple[float, ...]) -> Layer:
+    def _round(self, name: str, curvature: Curvature, num_rows: int, errors: tuple[float, ...]) -> Layer:
+        """num_rows: inputs that the Hessian is the sum of."""
         rounded = quantize_gptq(_original(self._weights, name), curvature, self._recipe.group_size)
         self.linears[name] = rounded.linear
-        return _layer(name, rounded, curvature, errors)
+        by_pass = (*errors, rounded.error)
+        notes = "; ".join(_notes(curvature, num_rows))
+        return Layer(name, rounded.rtn_error, rounded.error, by_pass, curvature.damping, notes)
 
     def _block(self, base: str) -> dict[str, Array]:
         tensors = self._weights.tensors
@@ -253,14 +260,14 @@ class _Run:
         return self._arrays.to_device(array.astype(np.float32))
 
 
-def _layer(name: str, rounded: Rounded, curvature: Curvature, errors: tuple[float, ...]) -> Layer:
-    notes = []
+def _notes(curvature: Curvature, num_rows: int) -> Iterator[str]:
+    num_in = len(curvature.order)
     if curvature.num_retries:
-        notes.append(f"Cholesky failed {curvature.num_retries}×, damping raised to {curvature.damping:g}")
+        yield f"Cholesky failed {curvature.num_retries}×, damping raised to {curvature.damping:g}"
     if curvature.num_dead:
-        notes.append(f"{curvature.num_dead} of {len(curvature.order)} inputs always zero")
-    by_pass = (*errors, rounded.error)
-    return Layer(name, rounded.rtn_error, rounded.error, by_pass, curvature.damping, "; ".join(notes))
+        yield f"{curvature.num_dead} of {num_in} inputs always zero"
+    if num_rows < OVERFITTED * num_in:
+        yield f"{num_rows} tokens for {num_in} inputs: the error is that of this text only, take more"
 
 
 class _Progress:
