@@ -48,6 +48,7 @@ def test_a_row_for_every_layer_and_how_it_was_made(by_gptq: Done, folder: Path) 
     rows = [line.split() for line in lines[1 : lines.index("")]]
     assert len(rows) == 3 * 7 + 1 and rows[0][0] == "pre.0.attn.q" and rows[-1][0] == "head"
     assert all(float(row[3]) < float(row[1]) and row[5].endswith("×") and row[6] == "0.01" for row in rows)
+    assert rows[0][7:] == ["overfits:", "288", "tokens", "for", "128", "inputs"]
     assert "pre.0, pass 1 of 2" in by_gptq.err and "loop.0, quantised" in by_gptq.err
     inspected = tinyloop("inspect", folder / "gptq.tinyloop")
     for shown in (by_gptq.out, inspected.out):

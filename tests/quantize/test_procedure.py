@@ -223,8 +223,8 @@ def test_dead_inputs_and_retries_are_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_too_little_text_for_a_layer_is_named() -> None:
     """144 tokens: the loop block reads them at each of three loops, others once."""
     notes = {layer.name: layer.note for layer in result("pre").layers}
-    assert notes["pre.0.mlp.down"].startswith("144 tokens for 96 inputs")
-    assert notes["head"].startswith("144 tokens for 64 inputs")
+    assert notes["pre.0.mlp.down"] == "overfits: 144 tokens for 96 inputs"
+    assert notes["head"] == "overfits: 144 tokens for 64 inputs"
     assert not notes["loop.0.mlp.down"]
 
 

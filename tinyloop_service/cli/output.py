@@ -25,8 +25,10 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
+UNBROKEN = 240  # columns, where no terminal says how many there are
 QUIET_S = 2.0  # a wait longer than this shows what it waits for
 
 out = Console(highlight=False, soft_wrap=True)
@@ -62,6 +64,12 @@ def print_facts(facts: Mapping[str, object]) -> None:
     width = max(map(len, shown))
     for name, value in shown.items():
         out.print(Text.assemble((name.ljust(width), "dim"), "  ", value))
+
+
+def print_table(table: Table) -> None:
+    """As wide as the terminal; where there is none, a row stays one line, for grep."""
+    console = out if out.is_terminal else Console(width=UNBROKEN, highlight=False)
+    console.print(table)
 
 
 def print_error(message: str) -> None:

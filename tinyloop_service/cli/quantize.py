@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 GROUPS = ("128", "64", "32")
 ONLY_GPTQ = ("passes", "depth_weights", "loops", "windows", "window_tokens", "damping", "seed", "device")
-
 model_path = click.Path(path_type=Path, exists=True, dir_okay=False)
 new_path = click.Path(path_type=Path, dir_okay=False)
 
@@ -174,7 +173,7 @@ def _show(path: Path, written: ModelWeights, key: str, as_json: bool) -> None:
         output.print_json({"path": str(path), "bytes": size, "model_id": written.model_id, key: record})
         return
     if "layers" in record:
-        output.out.print(layer_table(record))
+        output.print_table(layer_table(record))
         output.out.print()
     facts = {"path": path, "bytes": output.human_bytes(size), "model_id": written.model_id}
     output.print_facts({**facts, **made_facts({key: record})})

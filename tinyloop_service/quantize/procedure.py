@@ -267,7 +267,7 @@ def _notes(curvature: Curvature, num_rows: int) -> Iterator[str]:
     if curvature.num_dead:
         yield f"{curvature.num_dead} of {num_in} inputs always zero"
     if num_rows < OVERFITTED * num_in:
-        yield f"{num_rows} tokens for {num_in} inputs: the error is that of this text only, take more"
+        yield f"overfits: {num_rows} tokens for {num_in} inputs"
 
 
 class _Progress:
