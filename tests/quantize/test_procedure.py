@@ -29,7 +29,7 @@ Linears = dict[str, Int4Linear]
 
 def quantized(weights: ModelWeights, recipe: Recipe = RECIPE, lengths: tuple[int, ...] = LENGTHS) -> Quantized:
     calibration = windows(weights.spec, *lengths)
-    return quantize_with_gptq(weights, calibration, recipe, open_arrays("cpu"), lambda words, share: None)
+    return quantize_with_gptq(weights, calibration, recipe, open_arrays("cpu"), lambda done, total, stage: None)
 
 
 @cache
@@ -109,6 +109,18 @@ def test_depth_weights_and_passes_matter() -> None:
     longer = linears(result("pre", replace(RECIPE, depth_weights=(1.0, 1.0, 1.0, 0.0))))
     assert longer["loop.0.mlp.down"].qweight.tobytes() == plain["loop.0.mlp.down"].qweight.tobytes()
     assert longer["head"].qweight.tobytes() != plain["head"].qweight.tobytes(), "the head is for the last depth"
+
+
+def test_progress_runs_from_nothing_to_all_through_every_stage() -> None:
+    seen: list[tuple[int, int, str]] = []
+    calibration = windows(SPECS["group of 2"], 20, 20)
+    arguments = (calibration, RECIPE, open_arrays("cpu"), lambda *progress: seen.append(progress))
+    quantize_with_gptq(model("group of 2"), *arguments)
+    shares = [done / total for done, total, _ in seen]
+    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 1
+    stages = list(dict.fromkeys(stage for _, _, stage in seen))
+    assert stages[:3] == ["pre.0, pass 1 of 2", "pre.0, pass 1 of 2: rounding", "pre.0, pass 2 of 2"]
+    assert "loop.0 … loop.1, quantised" in stages and stages[-1] == "head: rounding"
 
 
 # --- what comes out

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime, timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -146,17 +146,20 @@ def counting(doing: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda done: progress.update(task, completed=done)
 
 
-@contextmanager
-def progressing(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """For minutes of work: a bar with the time that is left, elsewhere a line a tenth, at least two seconds apart.
+class Progressing(Protocol):
+    """Takes how much is done, of how much, and what is being done now, where that changes."""
 
-    Yields a function that takes how much is done, and of how much.
-    """
+    def __call__(self, done: int, total: int, stage: str = ...) -> None: ...
+
+
+@contextmanager
+def progressing(doing: str) -> Iterator[Progressing]:
+    """For minutes of work: a bar with the time that is left, elsewhere a line a tenth, at least two seconds apart."""
     if not err.is_terminal:
         with waiting(doing) as say:
-            yield lambda done, total: say(f"{doing}: {10 * (10 * done // total)} %")
+            yield lambda done, total, stage=doing: say(f"{stage}: {10 * (10 * done // total)} %")
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task(doing, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        yield lambda done, total, stage=doing: progress.update(task, completed=done, total=total, description=stage)

@@ -146,12 +146,12 @@ def _gptq(weights: ModelWeights, given: Mapping[str, Any]) -> ModelWeights:
 
     recipe = _recipe(weights, given)
     window_tokens = given["window_tokens"] or min(512, weights.spec.max_seq_len)
-    with output.advancing("reading the calibration file") as report:
+    with output.progressing("reading the calibration file") as report:
         calibration = read_calibration(
             given["calibration"], weights, Wanted(given["windows"], window_tokens, given["seed"])
         )
         arrays = open_arrays(given["device"])
-        report(f"{calibration.num_tokens} tokens in {len(calibration.windows)} windows, on {arrays.name}", 0.0)
+        report(0, 1, f"{calibration.num_tokens} tokens in {len(calibration.windows)} windows, on {arrays.name}")
         quantized = quantize_with_gptq(weights, calibration, recipe, arrays, report)
     return quantized_model(weights, quantized, recipe, calibration)
 

@@ -41,7 +41,7 @@ from tinyloop_service.quantize.trajectory import INPUT_GROUPS, Array, Collect, T
 
 OVERFITTED = 4  # tokens an input, below which a small error says little about other text
 
-Report = Callable[[str, float], None]  # what is being done, and the share of all work that is done
+Report = Callable[[int, int, str], None]  # how much is done, of how much, and what is being done now
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ class _Progress:
         return len(unit.bases) * (self._loops if unit.kind == "loop" else 1)
 
     def say(self, words: str) -> None:
-        self._report(words, self._done / self._total)
+        self._report(self._done, self._total, words)
 
     def done(self, unit: Unit) -> None:
         self._done += self._cost(unit)
