@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_models import BASE
+from fp16_models import BASE
 
 from tinyloop_service.demo import MODEL_PATH
 from tinyloop_service.engine.tensors import ModelWeights

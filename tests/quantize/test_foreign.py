@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from fp16_models import SPECS
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from small_models import SPECS
 
 from tinyloop_service.engine.spec import ModelSpec, Quant
 from tinyloop_service.engine.tensors import Fp16Linear, Int4Linear, ModelWeights

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fp16_models import model
 from off_grid import off_grid
-from small_models import model
 
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.engine.tensors import BLOCK_LINEARS, ModelWeights, quantize_rtn

@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 import pytest
+from fp16_models import BASE, SPECS, Recording, model, windows
 from numpy.typing import NDArray
-from small_models import BASE, SPECS, Recording, model, windows
 
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.engine.spec import Quant

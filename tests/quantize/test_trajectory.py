@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fp16_models import SPECS, Recording, model, windows
 from numpy.typing import NDArray
-from small_models import SPECS, Recording, model, windows
 
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.engine.tensors import BLOCK_NORMS, ModelWeights
