@@ -7,6 +7,9 @@ switch, position or mask changes logits by their own size.
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from fp16_models import SPECS, Recording, model, windows
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.engine.tensors import BLOCK_NORMS, ModelWeights
+from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.quantize.arrays import Arrays, open_arrays
 from tinyloop_service.quantize.hessians import Hessians
 from tinyloop_service.quantize.trajectory import INPUT_GROUPS, Block, Trajectory, ignore
@@ -102,6 +106,28 @@ def test_numbers_far_from_one_overflow_nowhere() -> None:
     ids = windows(weights.spec, 9).windows
     states = run(ModelWeights.from_tensors(weights.spec, wild), np.stack(ids), arrays, [Hessians(arrays)] * 3)
     assert np.isfinite(states).all()
+
+
+FUNCTIONS = ("arange", "asarray", "cos", "empty_like", "exp", "full", "sin", "sqrt", "tanh", "triu")
+VALUES = ("float32", "float64", "inf")
+
+
+def test_another_array_module_needs_a_dozen_functions_that_cupy_has() -> None:
+    """NumPy under another name, with those functions only, so that a GPU can stand in for it."""
+    few = SimpleNamespace(**{name: getattr(np, name) for name in (*FUNCTIONS, *VALUES)}, asnumpy=np.array)
+    weights = model("everything")
+    ids = np.stack(windows(weights.spec, 12, 12).windows)
+    sums, sums_few = ([Hessians(arrays)] * 3 for arrays in (open_arrays("cpu"), Arrays(few, "few", 64)))
+    states, states_few = run(weights, ids, sums[0].arrays, sums), run(weights, ids, sums_few[0].arrays, sums_few)
+    np.testing.assert_array_equal(states_few, states)
+    np.testing.assert_array_equal(sums_few[0].take((0, "down")), sums[0].take((0, "down")))
+
+
+def test_without_cupy_auto_is_the_cpu_and_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert open_arrays("auto") == open_arrays("cpu")
+    with pytest.raises(InvalidArgument, match=r"device: cuda cannot be used \(.*cupy.*\); install CuPy .* or take cpu"):
+        open_arrays("cuda")
 
 
 @pytest.mark.gpu
