@@ -18,19 +18,21 @@ from numpy.typing import NDArray
 
 from tinyloop_service.demo import MODEL_PATH
 from tinyloop_service.engine.api import Engine, SequenceId
+from tinyloop_service.engine.cache_modes import H_MODES
 from tinyloop_service.engine.cpu import CpuEngine
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.weights import ModelWeights, random_model, read_model
+from tinyloop_service.types import CacheMode
 
 Kind = Literal["cpu", "cuda", "emulated"]
-Case = tuple[Kind, str]  # an engine, and the name of a model
+Case = tuple[Kind, str, CacheMode]  # an engine, the name of a model, how state is stored
 
 
 class ReadableEngine(Engine, Protocol):
     """What engines offer to tests beyond the seam."""
 
-    def read_kv(self, seq: SequenceId) -> NDArray[np.float16]:
-        """Of a sequence's own tokens: (cache layers, 2, n_kv_heads, tokens, head_dim)."""
+    def read_kv(self, seq: SequenceId) -> NDArray[np.float16 | np.float32]:
+        """What is read of a sequence's own tokens: (cache layers, 2, n_kv_heads, tokens, head_dim)."""
         ...
 
     def read_logits(self, prefix: SequenceId) -> NDArray[np.float32]:
@@ -38,17 +40,26 @@ class ReadableEngine(Engine, Protocol):
         ...
 
 
-def cases(models: Iterable[str], *, only_cuda: Iterable[str] = ()) -> list[Any]:
-    """Parameters: `models` on the CPU and on a GPU, and `only_cuda`, which are too large for a CPU, there alone."""
-    models = tuple(models)
-    on_gpu = [pytest.param(("cuda", name), marks=pytest.mark.gpu, id=f"cuda-{name}") for name in (*models, *only_cuda)]
-    return [*(pytest.param(("cpu", name), id=f"cpu-{name}") for name in models), *on_gpu]
+def cases(
+    models: Iterable[str], *, only_cuda: Iterable[str] = (), on_cpu: Iterable[tuple[str, CacheMode]] = ()
+) -> list[Any]:
+    """Parameters: `models` in fp16 on the CPU and on a GPU; `only_cuda`, which are too large for a CPU, there alone;
+    and further ones on the CPU alone, in other modes."""
+    models, fp16 = tuple(models), CacheMode.FP16
+    everywhere = [pytest.param(("cpu", name, fp16), id=f"cpu-{name}") for name in models]
+    in_modes = [pytest.param(("cpu", name, mode), id=f"cpu-{name}-{mode.value}") for name, mode in on_cpu]
+    on_gpu = [
+        pytest.param(("cuda", name, fp16), marks=pytest.mark.gpu, id=f"cuda-{name}") for name in (*models, *only_cuda)
+    ]
+    return [*everywhere, *in_modes, *on_gpu]
 
 
-def fitted(spec: ModelSpec, kind: Kind) -> ModelSpec:
-    """`spec` as `kind` can run it: CUDA kernels have heads of 64 or 128, and inputs in multiples of 64."""
+def fitted(spec: ModelSpec, kind: Kind, mode: CacheMode = CacheMode.FP16) -> ModelSpec:
+    """`spec` as `kind` can run it: CUDA kernels have heads of 64 or 128, and inputs in multiples of 64; a mode that
+    stores h wants K and V of more than half its width."""
     if kind == "cpu":
-        return spec
+        narrow = mode in H_MODES and 2 * spec.kv_dim <= spec.d_model
+        return replace(spec, head_dim=spec.head_dim * (spec.d_model // spec.kv_dim)) if narrow else spec
     return replace(spec, head_dim=2 * spec.head_dim, d_ff=-(-spec.d_ff // 64) * 64)
 
 
@@ -58,14 +69,19 @@ def weights_of(spec: ModelSpec | str, seed: int = 0) -> ModelWeights:
     return read_model(MODEL_PATH) if spec == "demo" else random_model(spec, seed)
 
 
-def engine_of(spec: ModelSpec | str, *, seed: int = 0, accuracy_level: int = 4) -> CpuEngine:
-    return CpuEngine(weights_of(spec, seed), kv_memory=256 << 20, threads=2, accuracy_level=accuracy_level, debug=True)
+def engine_of(
+    spec: ModelSpec | str, cache_mode: CacheMode = CacheMode.FP16, *, seed: int = 0, accuracy_level: int = 4
+) -> CpuEngine:
+    options: dict[str, Any] = {"cache_mode": cache_mode, "accuracy_level": accuracy_level}
+    return CpuEngine(weights_of(spec, seed), kv_memory=256 << 20, threads=2, debug=True, **options)
 
 
 def make_engine(kind: Kind, weights: ModelWeights, *, kv_memory: int = 256 << 20, **options: Any) -> ReadableEngine:
-    """An engine that poisons pages given back.  options: of `CudaEngine`; fewer row counts mean fewer kernels."""
+    """An engine that poisons pages given back.  options: cache_mode, and `CudaEngine`'s; fewer row counts mean fewer
+    kernels."""
     if kind == "cpu":
-        return CpuEngine(weights, kv_memory=kv_memory, threads=2, debug=True)
+        mode = options.get("cache_mode", CacheMode.FP16)
+        return CpuEngine(weights, kv_memory=kv_memory, cache_mode=mode, threads=2, debug=True)
     from tinyloop_service.engine.cuda import CudaEngine
 
     few = {"row_counts": (1, 8), "max_chunk": 256} if kind == "emulated" else {}

@@ -1,9 +1,14 @@
 """Engines against the NumPy reference, for specs that cover every field.
 
-Tolerances.  K and V are fp16 on both sides; a rounding that falls the other way moves one of them by 2^-11.
+Tolerances.  State is rounded alike on both sides; in fp16 a rounding that falls the other way moves a value by 2^-11.
 
 "cpu", float32 activations (accuracy_level 0, or fp16 weights): one such value in some thousands, all else rounds at
 2^-24, so logits move by far less than 1e-3 of their rms.
+The same with state in int8, h-int8 or h-int4: a step is a hundredth, in h-int4 a fifteenth of a range, and where it is
+taken the other way, or a scale is rounded the other way, one token's K and V move by a few percent.  Values that close
+to an edge (2^-24 of 2^-7) are one in 10^5: a few tokens of 150, each one of twenty or more that are attended to, so the
+logits move by a thousandth or two.  What a mode costs without windows is three times what such flips do, or more; that
+is tested too.
 "cpu", int8 activations: rounded in the reference by the same rule; a value on the edge of a level that falls the other
 way moves a sum over K inputs by 1/127 of one input's share, and such flips breed further ones through 2 + loops blocks:
 the rms difference stays below a few percent of the logits' rms.
@@ -81,13 +86,22 @@ class Arithmetic:
     make: Callable[[ModelSpec], ReadableEngine]
     activations: Literal["exact", "int8"]  # of the reference
     tolerance: float
+    mode: CacheMode = CacheMode.FP16
+
+
+def storing(mode: CacheMode) -> Arithmetic:
+    """On the CPU, activations in float32."""
+    tolerance = 1e-3 if mode in (CacheMode.FP16, CacheMode.H_FP16) else 3e-3
+    return Arithmetic("cpu", lambda spec: engine_of(spec, mode, accuracy_level=0), "exact", tolerance, mode)
 
 
 ARITHMETICS = {
-    "cpu float": Arithmetic("cpu", lambda spec: engine_of(spec, accuracy_level=0), "exact", 1e-3),
+    "cpu float": storing(CacheMode.FP16),
     "cpu int8": Arithmetic("cpu", engine_of, "int8", 5e-2),
     "cuda": Arithmetic("cuda", lambda spec: make_engine("cuda", weights_of(spec), row_counts=(1,)), "exact", 3e-3),
 }
+IN_MODES = {f"cpu {mode.value} state": storing(mode) for mode in CacheMode if mode is not CacheMode.FP16}
+FP16_STATE, ARITHMETICS = [*ARITHMETICS], ARITHMETICS | IN_MODES
 
 
 def combinations(*arithmetics: str, names: list[str]) -> list[Any]:
@@ -107,25 +121,49 @@ def difference(got: np.ndarray, expected: np.ndarray) -> float:
 
 def reference_logits(arithmetic: Arithmetic, spec: ModelSpec, tokens: tuple[int, ...], **cache: int) -> np.ndarray:
     """After every token."""
-    model = Reference(weights_of(spec), np.float32, cache_mode=CacheMode.FP16, activations=arithmetic.activations)
+    model = Reference(weights_of(spec), np.float32, cache_mode=arithmetic.mode, activations=arithmetic.activations)
     return model.forward(tokens, model.new_cache(**cache))
 
 
-def prefill_difference(arithmetic: Arithmetic, spec: ModelSpec, loops: int = 2, window: int = 0) -> float:
+def prompt_logits(arithmetic: Arithmetic, spec: ModelSpec, loops: int = 2, window: int = 0) -> np.ndarray:
     """After a prefix, and after a child prefix of the remaining tokens."""
-    spec = fitted(spec, arithmetic.kind)
     driver = Driver(arithmetic.make(spec), loops=loops)
     parent = driver.prefix(TOKENS[:LENGTH], window=window, chunk=50)
     child = driver.prefix(TOKENS[LENGTH:], parent, window=window)
     got = np.stack([driver.engine.read_logits(held.id) for held in (parent, child)])
     driver.engine.close()
-    return difference(got, reference_logits(arithmetic, spec, TOKENS, loops=loops, window=window)[[LENGTH - 1, -1]])
+    return got
 
 
-@pytest.mark.parametrize(("arithmetic", "name"), combinations(*ARITHMETICS, names=[*SPECS]))
+def prefill_difference(arithmetic: Arithmetic, spec: ModelSpec, loops: int = 2, window: int = 0) -> float:
+    spec = fitted(spec, arithmetic.kind, arithmetic.mode)
+    expected = reference_logits(arithmetic, spec, TOKENS, loops=loops, window=window)
+    return difference(prompt_logits(arithmetic, spec, loops, window), expected[[LENGTH - 1, -1]])
+
+
+@pytest.mark.parametrize(("arithmetic", "name"), combinations(*FP16_STATE, names=[*SPECS]))
 def test_prompts(arithmetic: str, name: str) -> None:
     how = ARITHMETICS[arithmetic]
     assert prefill_difference(how, SPECS[name]) < how.tolerance, f"{name}: not the same model"
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "name"),
+    [
+        *combinations("cpu int8 state", "cpu h-int8 state", names=[*SPECS]),
+        *combinations("cpu h-fp16 state", "cpu h-int4 state", names=["base", "everything"]),
+    ],
+)
+def test_prompts_in_every_mode(arithmetic: str, name: str) -> None:
+    how = ARITHMETICS[arithmetic]
+    spec = fitted(SPECS[name], "cpu", how.mode)
+    got = prompt_logits(how, spec)
+    alike, exact = (
+        difference(got, reference_logits(arithmetic, spec, TOKENS, loops=2)[[LENGTH - 1, -1]])
+        for arithmetic in (how, replace(how, mode="exact"))  # type: ignore[arg-type]
+    )
+    assert alike < how.tolerance, f"{name}: not the same model"
+    assert alike < exact / 3, f"{name}: another rounding of state than the reference's"
 
 
 @pytest.mark.parametrize("loops", [1, 2, 8, 12])
@@ -137,7 +175,10 @@ def test_depths(arithmetic: str, name: str, loops: int) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 20, 64, 65, 100])
-@pytest.mark.parametrize(("arithmetic", "name"), combinations("cpu float", "cuda", names=["everything"]))
+@pytest.mark.parametrize(
+    ("arithmetic", "name"),
+    combinations("cpu float", "cpu h-int8 state", "cuda", names=["everything"]),
+)
 def test_windows(arithmetic: str, name: str, window: int) -> None:
     how = ARITHMETICS[arithmetic]
     assert prefill_difference(how, SPECS[name], window=window) < how.tolerance, f"window {window}: wrong mask"
@@ -146,12 +187,16 @@ def test_windows(arithmetic: str, name: str, window: int) -> None:
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize(
     ("arithmetic", "name"),
-    [*combinations("cpu float", names=["base", "everything"]), *combinations("cuda", names=[*SPECS])],
+    [
+        *combinations("cpu float", names=["base", "everything"]),
+        *combinations(*IN_MODES, names=["everything"]),
+        *combinations("cuda", names=[*SPECS]),
+    ],
 )
 def test_generated_tokens(arithmetic: str, name: str, window: int) -> None:
     """The log-probabilities of decode steps, off a prefix, over the end of a page."""
     how, steps = ARITHMETICS[arithmetic], 12
-    spec = fitted(SPECS[name], how.kind)
+    spec = fitted(SPECS[name], how.kind, how.mode)
     driver = Driver(how.make(spec))
     prefix = driver.prefix(TOKENS[:LENGTH], window=window)
     request = driver.request(prefix, TOKENS[LENGTH:120], sampling=Sampling(logprobs=20), window=window)

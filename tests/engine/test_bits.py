@@ -16,7 +16,7 @@ from driver import GREEDY, Drawn, Driver, Held
 from engines import Case, cases, fitted, make_engine, weights_of
 
 from tinyloop_service.engine.spec import SIZES, ModelSpec, Quant
-from tinyloop_service.types import Sampling
+from tinyloop_service.types import CacheMode, Sampling
 
 PAGE = 64
 CHUNK = 130  # not a multiple of a page, so that chunks begin and end inside of pages
@@ -44,9 +44,9 @@ TOKENS = tuple(np.random.default_rng(11).integers(0, SMALL.vocab_size, SIZES["40
 
 def driver_of(case: Case) -> Iterator[Driver]:
     """For `SPECS`, two loops and little memory; served models as they are served."""
-    kind, name = case
+    kind, name, mode = case
     if name in SPECS:
-        driver = Driver(make_engine(kind, weights_of(fitted(SPECS[name], kind))))
+        driver = Driver(make_engine(kind, weights_of(fitted(SPECS[name], kind, mode)), cache_mode=mode))
     else:
         weights = weights_of(name)
         driver = Driver(make_engine(kind, weights, kv_memory=8 << 30), loops=weights.spec.default_loops)
@@ -59,7 +59,10 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     yield from driver_of(request.param)
 
 
-@pytest.fixture(scope="module", params=cases(["everything", "fp16 weights"], only_cuda=["407m"]))
+ANY_CASES = cases(["everything", "fp16 weights"], only_cuda=["407m"], on_cpu=[("everything", CacheMode.H_INT8)])
+
+
+@pytest.fixture(scope="module", params=ANY_CASES)
 def any_driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     yield from driver_of(request.param)
 

@@ -1,7 +1,6 @@
 """The promise of the CPU engine, as far as it is about what only that engine has.
 
-Active forms, blocks of own splits, levels of accuracy; and generated tokens leave the bits behind that prompt tokens
-leave.
+Blocks of own splits, levels of accuracy, threads; cache modes are in `test_cpu_modes.py`.
 """
 
 from __future__ import annotations
@@ -9,42 +8,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from driver import Driver
 from engines import engine_of
-from test_bits import SMALL, TOKENS, check_own_splits, driver_of
+from test_bits import SMALL, TOKENS, check_own_splits
 
 from tinyloop_service.engine.cpu import decoding
-
-
-@pytest.fixture(scope="module", params=["everything", "fp16 weights"])
-def any_driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
-    yield from driver_of(("cpu", request.param))
-
-
-def test_decoding_leaves_the_pages_of_a_prefill(any_driver: Driver) -> None:
-    """Tokens drawn one by one, over the ends of a half page and of pages, and the same tokens as a prompt."""
-    request = any_driver.request(None, TOKENS[:20])
-    any_driver.decode([request], 80)
-    drawn = tuple(token for token, _ in any_driver.drawn[request.id])
-    prefix = any_driver.prefix((*TOKENS[:20], *drawn[:-1]))
-    assert np.array_equal(any_driver.engine.read_kv(request.id), any_driver.engine.read_kv(prefix.id))
-    any_driver.close(request, prefix)
-
-
-def test_dropped_active_form_is_made_again(any_driver: Driver) -> None:
-    driver = any_driver
-    parent = driver.prefix(TOKENS[:150])
-    child = driver.prefix(TOKENS[150:180], parent)
-    before = driver.alone(child, TOKENS[180:185], 20)
-    driver.step(deactivate=(child.id, parent.id))
-    driver.step(activate=(parent.id, child.id))
-    assert driver.alone(child, TOKENS[180:185], 20) == before
-    driver.close(child, parent)
 
 
 @pytest.mark.parametrize(("window", "splits"), [(0, 1), (100, 2)])

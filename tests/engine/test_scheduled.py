@@ -18,18 +18,20 @@ from engines import Kind, fitted, make_engine, weights_of
 from tokenizers import decoders, models
 
 from tinyloop_service.completion import Completion, CompletionBuilder
+from tinyloop_service.engine.cache_modes import page_bytes
 from tinyloop_service.engine.spec import SIZES, Quant
 from tinyloop_service.errors import OutOfMemory, PrefixNotFound
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.text import Tokenizer
-from tinyloop_service.types import GenerationRequest, PrefixDefinition, Sampling, Stops, TokenIds
+from tinyloop_service.types import CacheMode, GenerationRequest, PrefixDefinition, Sampling, Stops, TokenIds
 
 SPEC = replace(
     SIZES["tiny"], vocab_size=300, d_model=128, head_dim=32, d_ff=256, pre_blocks=1, default_loops=2, max_seq_len=512,
     quant=Quant(4, 64),
 )  # fmt: skip
-SCARCE = {"cpu": 110, "cuda": 40}  # pages; on the CPU active forms take two more for each page
+# Memory in fp16 pages.  On the CPU an active form takes two more for each page, whatever the page itself takes.
+SCARCE = {("cpu", CacheMode.FP16): 110, ("cpu", CacheMode.H_INT4): 80, ("cuda", CacheMode.FP16): 40}
 PLENTY = 6000
 SHAPES = {  # length, loops, window
     "a": (63, None, 0), "b": (64, 3, 0), "c": (65, None, 1), "d": (130, 1, 65), "e": (200, 2, 90), "f": (1, 4, 0),
@@ -49,10 +51,12 @@ def letters() -> Tokenizer:
 
 
 @asynccontextmanager
-async def scheduling(kind: Kind, num_pages: int, settings: SchedulerSettings) -> AsyncIterator[Scheduler]:
-    spec = fitted(SPEC, kind)
-    page_bytes = 64 * 2 * spec.kv_dim * 2
-    engine = make_engine(kind, weights_of(spec), kv_memory=num_pages * page_bytes)
+async def scheduling(
+    kind: Kind, mode: CacheMode, num_pages: int, settings: SchedulerSettings
+) -> AsyncIterator[Scheduler]:
+    spec = fitted(SPEC, kind, mode)
+    memory = num_pages * page_bytes(CacheMode.FP16, spec)
+    engine = make_engine(kind, weights_of(spec), kv_memory=memory, cache_mode=mode)
     scheduler = Scheduler(engine, settings, tokenizer=letters())
     await scheduler.start()
     try:
@@ -126,16 +130,24 @@ async def use(scheduler: Scheduler, request: GenerationRequest, pick: random.Ran
     raise AssertionError("the name was deleted a hundred times")
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-async def test_scarce_memory_and_company_change_nothing(kind: Kind, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mode", "seed"),
+    [
+        ("cpu", CacheMode.FP16, 1),
+        ("cpu", CacheMode.FP16, 2),
+        ("cpu", CacheMode.H_INT4, 2),
+        pytest.param("cuda", CacheMode.FP16, 1, marks=pytest.mark.gpu),
+        pytest.param("cuda", CacheMode.FP16, 2, marks=pytest.mark.gpu),
+    ],
+)
+async def test_scarce_memory_and_company_change_nothing(kind: Kind, mode: CacheMode, seed: int) -> None:
     pick = random.Random(seed)
     requests = [draw_request(pick) for _ in range(40)]
-    async with scheduling(kind, PLENTY, SchedulerSettings(steps_per_plan=1, plans_in_flight=1)) as scheduler:
+    async with scheduling(kind, mode, PLENTY, SchedulerSettings(steps_per_plan=1, plans_in_flight=1)) as scheduler:
         for name in SHAPES:
             await create(scheduler, name)
         alone = [essence(await complete(scheduler, request)) for request in requests]
-    async with scheduling(kind, SCARCE[kind], SchedulerSettings(max_prefixes=3)) as scheduler:
+    async with scheduling(kind, mode, SCARCE[kind, mode], SchedulerSettings(max_prefixes=3)) as scheduler:
 
         async def one(index: int, random_source: random.Random) -> None:
             try:

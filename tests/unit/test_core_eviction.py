@@ -118,7 +118,7 @@ def test_an_evicted_prefix_is_not_waited_for_when_pins_leave_it_no_room() -> Non
     assert driver.state(uid) == "ready"
 
 
-ACTIVE = dataclasses.replace(SMALL, active_pages_per_page=2)
+ACTIVE = dataclasses.replace(SMALL, active_page_bytes=2 * SMALL.page_bytes)
 
 
 def test_an_active_form_is_made_once_and_stays_until_pressure() -> None:

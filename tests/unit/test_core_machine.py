@@ -27,7 +27,7 @@ WINDOWS = st.sampled_from([None, 0, 1, 20, 64, 65])
 class CoreMachine(RuleBasedStateMachine):
     @initialize(
         num_pages=st.sampled_from([20, 40, 90]),
-        active=st.sampled_from([0, 1, 2]),
+        active=st.sampled_from([0, 1, 1.9, 2]),
         split=st.sampled_from([64, 128]),
         max_prefixes=st.sampled_from([2, 4]),
         aging_ns=st.sampled_from([0, 5_000_000]),
@@ -37,7 +37,7 @@ class CoreMachine(RuleBasedStateMachine):
     def start(
         self,
         num_pages: int,
-        active: int,
+        active: float,
         split: int,
         max_prefixes: int,
         aging_ns: int,
@@ -45,7 +45,11 @@ class CoreMachine(RuleBasedStateMachine):
         fault_at: FaultAt,
     ) -> None:
         limits = dataclasses.replace(
-            SMALL, num_pages=num_pages, active_pages_per_page=active, split_tokens=split, eos_token_ids=eos
+            SMALL,
+            num_pages=num_pages,
+            active_page_bytes=round(active * SMALL.page_bytes),
+            split_tokens=split,
+            eos_token_ids=eos,
         )
         options = SchedulerSettings(max_queue=12, max_prefixes=max_prefixes, aging_ns=aging_ns, max_overtaken=2)
         self.driver = Driver(limits, options, fault_at=fault_at)

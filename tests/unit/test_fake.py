@@ -174,10 +174,10 @@ def test_a_page_that_was_dropped_is_never_read() -> None:
 
 
 def test_an_inactive_prefix_is_not_read() -> None:
-    engine = FakeEngine(dataclasses.replace(LIMITS, active_pages_per_page=2), strict=True)
+    engine = FakeEngine(dataclasses.replace(LIMITS, active_page_bytes=1), strict=True)
     with pytest.raises(PlanViolation, match="not active"):
         engine.step(prefix_plan())
-    engine = FakeEngine(dataclasses.replace(LIMITS, active_pages_per_page=2), strict=True)
+    engine = FakeEngine(dataclasses.replace(LIMITS, active_page_bytes=1), strict=True)
     engine.step(dataclasses.replace(prefix_plan(), activate=(1,)))
     engine.step(row_plan())
     with pytest.raises(PlanViolation, match="sequence 1 is read but not active"):

@@ -40,6 +40,11 @@ class Direct:
             begins = {}
         return elapsed
 
+    def activate(self) -> float:
+        """Drop the prefix's active form and make it again from its pages; milliseconds of the making."""
+        self._step(Plan(next(self._plans), deactivate=(self.PREFIX,)))
+        return self._step(Plan(next(self._plans), activate=(self.PREFIX,)))
+
     def open_rows(self, length: int, count: int, room: int) -> tuple[SequenceId, ...]:
         """`count` requests off the prefix of `length` tokens, `room` own positions each, their first token sampled."""
         limits = self.engine.limits
@@ -54,7 +59,7 @@ class Direct:
                 open=tuple(Open(seq, self.PREFIX, length, self.loops, 0, Sampling()) for seq in rows),
                 extend=tuple(Extend(seq, own[seq]) for seq in rows),
                 clone=tuple(Clone(seq, self._last_block, own[seq][0], partial) for seq in rows if partial),
-                activate=(self.PREFIX,) if limits.active_pages_per_page else (),
+                activate=(self.PREFIX,) if limits.has_active_form else (),
                 first=rows,
             )
         )
@@ -96,6 +101,17 @@ def measure_prefill(direct: Direct, tokens: TokenIds, rounds: int, progress: Pro
         times.append(direct.prefill(tokens))
         direct.clear()
     return times
+
+
+def measure_activation(direct: Direct, tokens: TokenIds, rounds: int, progress: Progress) -> list[float]:
+    """Of a prefix that is stored; nothing where the stored form is what is read."""
+    if not direct.engine.limits.has_active_form:
+        return []
+    progress("a prefix to make active")
+    direct.prefill(tokens)
+    times = [direct.activate() for _ in range(rounds + 1)]
+    direct.clear()
+    return times[1:]
 
 
 def measure_steps(direct: Direct, tokens: TokenIds, workload: Workload, progress: Progress) -> Samples:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from dataclasses import asdict
 from statistics import median
 
-from tinyloop_service.bench.direct import Direct, measure_prefill, measure_steps
+from tinyloop_service.bench.direct import Direct, measure_activation, measure_prefill, measure_steps
 from tinyloop_service.bench.workload import Progress, Report, Samples, Workload, prompt_tokens
 from tinyloop_service.engine.api import Engine
 from tinyloop_service.scheduler.loop import Scheduler
@@ -26,10 +26,13 @@ def run_bench(engine: Engine, workload: Workload, progress: Progress = lambda _:
     tokens = prompt_tokens(engine.limits.vocab_size, workload.prefix_len)
     direct = Direct(engine, loops)
     prefills = measure_prefill(direct, tokens, workload.rounds, progress)
+    activations = measure_activation(direct, tokens, workload.rounds, progress)
     steps = measure_steps(direct, tokens, workload, progress)
     shared, singles = asyncio.run(_measure_requests(engine, tokens, loops, workload, progress))
     no_cache, scaled = no_cache_totals(singles, workload.rows)
     samples = {"prefill": {"1": prefills}, "decode_step": steps, "shared": shared, "no_cache": no_cache}
+    if activations:
+        samples["activate"] = {"1": activations}
     return Report.of(engine, workload, samples, scaled)
 
 

@@ -50,13 +50,16 @@ class Report:
     no_cache_scaled: list[str]  # keys of no_cache_ms that are scaled, not measured
     speedup: dict[str, float]
     predicted_speedup: dict[str, float]
-    prefix_bytes: int
+    prefix_bytes: int  # stored
+    active_bytes: int  # of the form that is read while requests run on it; 0: the stored one is
+    activate_ms: float  # to make that of the stored one
     spread_ms: dict[str, dict[str, tuple[float, float]]]  # the least and the most of each figure above
 
     @classmethod
     def of(cls, engine: Engine, workload: Workload, samples: dict[str, Samples], scaled: list[str]) -> Report:
-        """samples: of "prefill" (under "1"), "decode_step", "shared", "no_cache"."""
+        """samples: of "prefill" and perhaps "activate" (under "1"), "decode_step", "shared", "no_cache"."""
         limits, loops = engine.limits, workload.loops or engine.limits.default_loops
+        pages = limits.own_blocks(0, workload.prefix_len) * limits.cache_layers(loops)
         medians = {what: {key: median(times) for key, times in of.items()} for what, of in samples.items()}
         prefill, shared, no_cache = medians["prefill"]["1"], medians["shared"], medians["no_cache"]
         decode = medians["decode_step"]["1"] * (workload.new_tokens - 1)
@@ -77,7 +80,9 @@ class Report:
             no_cache_scaled=scaled,
             speedup=_rounded({n: no_cache[n] / shared[n] for n in shared}),
             predicted_speedup=_rounded({n: predicted_speedup(prefill, decode, int(n)) for n in shared}),
-            prefix_bytes=limits.own_blocks(0, workload.prefix_len) * limits.cache_layers(loops) * limits.page_bytes,
+            prefix_bytes=pages * limits.page_bytes,
+            active_bytes=pages * limits.active_page_bytes,
+            activate_ms=round(medians.get("activate", {"1": 0.0})["1"], 3),
             spread_ms={
                 what: {key: (round(min(times), 3), round(max(times), 3)) for key, times in of.items()}
                 for what, of in samples.items()
@@ -98,7 +103,8 @@ def predicted_speedup(prefill: float, decode: float, requests: int) -> float:
 
 
 def kv_memory_for(spec: ModelSpec, workload: Workload) -> int:
-    """Bytes for the workload at fp16: the prefix, its float32 active form, what every row owns, and a fifth more."""
+    """Bytes for the workload in any mode: the prefix as fp16 stores it, its float32 active form, what every row owns, and
+    a fifth more."""
     layers = spec.cache_layers(workload.loops or spec.default_loops)
     page_bytes = PAGE_TOKENS * spec.kv_dim * 2 * 2
     prefix_blocks = 3 * (workload.prefix_len // PAGE_TOKENS + 4)

@@ -71,12 +71,17 @@ def bench(
 
 
 def _print(report: Report) -> None:
+    active = {}
+    if report.active_bytes:
+        made = f"made from the stored form in {report.activate_ms:.1f} ms"
+        active["active"] = f"{output.human_bytes(report.active_bytes)} while requests read it, {made}"
     output.print_facts(
         {
             "engine": f"{report.engine} on {report.machine}",
             "prefix": f"{report.prefix_len} tokens at {report.loops} loops, "
             f"{output.human_bytes(report.prefix_bytes)} ({report.cache_mode})",
             "prefill": f"{report.prefill_ms:.1f} ms, {report.prefill_tokens_per_s:.0f} tokens/s",
+            **active,
         }
     )
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -56,7 +56,11 @@ class Limits:
     max_steps: int  # decode steps of one plan
     busy_steps: int = 1  # of them, while somebody waits for the next plan; several where a step is short
     split_tokens: int = PAGE_TOKENS  # the fixed length of an attention split, a multiple of PAGE_TOKENS
-    active_pages_per_page: int = 0  # budget an active form takes per stored page; 0: the stored form is what is read
+    active_page_bytes: int = 0  # of a page in the form that is read, where that is not the stored one; else 0
+
+    @property
+    def has_active_form(self) -> bool:
+        return self.active_page_bytes > 0
 
     def cache_layers(self, loops: int) -> int:
         return self.pre_blocks + loops * self.loop_blocks + self.post_blocks
@@ -69,7 +73,7 @@ class Limits:
         """Pages of budget that the active form of positions start … end−1 occupies, rounded out to splits."""
         splits = -(-end // self.split_tokens) - start // self.split_tokens if end > start else 0
         pages = splits * (self.split_tokens // PAGE_TOKENS) * self.cache_layers(loops)
-        return pages * self.active_pages_per_page
+        return -(-pages * self.active_page_bytes // self.page_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,7 +265,7 @@ class FakeEngine:
     def _activate(self, seq: SequenceId) -> None:
         sequence = self._sequence(seq)
         self._require(sequence.opened.sampling is None, f"sequence {seq} is no prefix")
-        self._require(bool(self._limits.active_pages_per_page), "this engine has no active form")
+        self._require(self._limits.has_active_form, "this engine has no active form")
         if sequence.parent is not None:
             self._require_active(sequence.parent)
         self._active.add(seq)
@@ -389,7 +389,7 @@ class FakeEngine:
             self._pages[page] = None
 
     def _require_active(self, sequence: _Sequence | None) -> None:
-        while self._limits.active_pages_per_page and sequence is not None:
+        while self._limits.has_active_form and sequence is not None:
             self._require(sequence.opened.seq in self._active, f"sequence {sequence.opened.seq} is read but not active")
             sequence = sequence.parent
 

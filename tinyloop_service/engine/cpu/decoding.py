@@ -223,7 +223,7 @@ class DecodeGroup:
             rows_in, slots = np.arange(len(arena.rows)), self._slots[at]
             arena.keys[layer][rows_in, -1, :, slots] = rows.kv32[at, 0]
             arena.values[layer][rows_in, -1, :, slots] = rows.kv32[at, 1]
-        self._table.pool.write_rows(self._pages[layer], self._slots, rows.kv16)
+        self._table.pool.write_rows(self._pages[layer], self._slots, rows.stored)
 
 
 def _copy(source: KV, target: KV) -> None:

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Finished, Limits, Plan, Prefill, RowOutput, SequenceId, StepResult
+from tinyloop_service.engine.cache_modes import check_mode, page_bytes
 from tinyloop_service.engine.cpu.decoding import DecodeGroup, GroupKey
-from tinyloop_service.engine.cpu.memory import page_bytes
+from tinyloop_service.engine.cpu.memory import PagePool
 from tinyloop_service.engine.cpu.model import Model, Pass
 from tinyloop_service.engine.cpu.prefill import Chunk, PrefillRun
 from tinyloop_service.engine.cpu.runtime import Array, use_threads
@@ -29,7 +30,6 @@ from tinyloop_service.types import CacheMode, TokenLogprob
 MAX_ROWS = 64
 MAX_CHUNK = 512
 MAX_STEPS = 4  # a step takes long enough for a plan of few
-ACTIVE_PAGES = 2  # float32 for fp16
 
 
 class CpuEngine:
@@ -55,15 +55,17 @@ class CpuEngine:
         Raises InvalidArgument for what this engine cannot do, EngineFault if the self-check finds that this processor
         breaks a promise.
         """
-        if cache_mode is not CacheMode.FP16:
-            raise InvalidArgument("cache_mode", f"{cache_mode.value} given; the CPU engine stores fp16")
+        check_mode(cache_mode, weights.spec)
         report = progress or (lambda _: None)
         in_use = use_threads(threads or useful_threads(weights.spec))
         reason = "" if threads in (None, in_use) else f"; {threads} asked for, but the process has its pool already"
         report(f"compiling and checking kernels for {in_use} threads{reason}")
         self._limits = _limits(weights, kv_memory, cache_mode)
-        self._model = Model(weights, max_rows=MAX_ROWS + MAX_CHUNK, accuracy_level=accuracy_level, threads=in_use)
-        self._table = SequenceTable(weights.spec, self._limits.num_pages, debug=debug)
+        self._model = Model(
+            weights, cache_mode, max_rows=MAX_ROWS + MAX_CHUNK, accuracy_level=accuracy_level, threads=in_use
+        )
+        pool = PagePool(self._limits.num_pages, self._model.coding.fields)
+        self._table = SequenceTable(weights.spec, pool, self._model.page_reader(), debug=debug)
         self._groups: dict[GroupKey, DecodeGroup] = {}
         self._seats: dict[SequenceId, DecodeGroup] = {}
         self._decode_pass: tuple[tuple[tuple[int, int], ...], Pass] | None = None
@@ -90,9 +92,9 @@ class CpuEngine:
         self._groups.clear()
 
     def read_kv(self, seq: SequenceId) -> Array:
-        """What the pages of a sequence hold of its own tokens, inherited ones of its first page included.
+        """What is read of a sequence's pages: its own tokens, inherited ones of its first page included.
 
-        fp16 (cache layers, 2, n_kv_heads, tokens, head_dim).  For tests and tools; not part of the `Engine` protocol.
+        float32 (cache layers, 2, n_kv_heads, tokens, head_dim).  For tests and tools; no part of the `Engine` protocol.
         """
         return self._table.read(seq)
 
@@ -268,19 +270,21 @@ def useful_threads(spec: ModelSpec) -> int:
 
 def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode) -> Limits:
     spec = weights.spec
-    num_pages = kv_memory // page_bytes(spec)
-    least = spec.cache_layers(spec.default_loops) * (1 + ACTIVE_PAGES)
-    if num_pages < least:
-        need = least * page_bytes(spec)
-        raise InvalidArgument("kv_memory", f"{kv_memory} bytes given; {PAGE_TOKENS} tokens alone take {need}")
-    return limits_of(
+    stored, active = page_bytes(cache_mode, spec), PAGE_TOKENS * 2 * spec.kv_dim * 4
+    limits = limits_of(
         weights,
         cache_mode=cache_mode,
-        num_pages=num_pages,
-        page_bytes=page_bytes(spec),
+        num_pages=kv_memory // stored,
+        page_bytes=stored,
         max_rows=MAX_ROWS,
         max_chunk=MAX_CHUNK,
         max_steps=MAX_STEPS,
         split_tokens=PAGE_TOKENS,
-        active_pages_per_page=ACTIVE_PAGES,
+        active_page_bytes=active,
     )
+    loops = spec.default_loops
+    least = limits.cache_layers(loops) + limits.active_pages(0, PAGE_TOKENS, loops)
+    if limits.num_pages < least:
+        need = least * stored
+        raise InvalidArgument("kv_memory", f"{kv_memory} bytes given; {PAGE_TOKENS} tokens alone take {need}")
+    return limits

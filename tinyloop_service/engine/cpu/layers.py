@@ -1,10 +1,13 @@
 """The graphs that hold weights: before attention, after it, norm and head.
 
-    attend_in    x → rms → q, k, v → RoPE on q and k → q; k and v as stored (fp16) and as read (float32)
-    attend_out   x, attention → O → residual → rms → down(silu(gate) · up) → residual
-    norm, head   the final norm; logits
+    attend_in       x → rms → q, k, v → RoPE on q and k → q; k and v as stored, and as read from what is stored
+                    where h is stored: x → rms → q → RoPE → q; x as stored
+    keys_values     where h is stored: what is stored → h → rms → k, v → RoPE on k → k and v as read
+    attend_out      x, attention → O → residual → rms → down(silu(gate) · up) → residual
+    norm, head      the final norm; logits
 
-In: a model's weights.  Out: kernels over [rows, …] arrays.  Refuses to know about caches and about what a row is.
+In: a model's weights, the coding of what is stored.  Out: kernels over [rows, …] arrays.  Refuses to know about pages
+and about what a row is.
 
 A row's bits must not depend on how many rows there are.  MatMulNBits keeps that for even numbers of rows; a float32
 product keeps it if it is batched at least as wide as the thread pool (no product is then cut up over threads) and does
@@ -18,7 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.engine.cpu.runtime import F16, F32, I64, Array, GraphBuilder, Kernel
+from tinyloop_service.engine.cache_modes import Stored
+from tinyloop_service.engine.cpu.coding import Coding
+from tinyloop_service.engine.cpu.runtime import F32, I64, Array, Call, GraphBuilder, Kernel
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import BlockWeights, Int4Linear, Linear, ModelWeights
 
@@ -28,19 +33,30 @@ _FLOAT_BATCH = 16  # pieces of a float32 product; as many as threads if those ar
 @dataclass(frozen=True, slots=True)
 class BlockKernels:
     attend_in: Kernel
+    keys_values: Kernel | None  # where h is stored
     attend_out: Kernel
+
+    def inwards(self, x: Array, positions: Array, q: Array, stored: Stored, kv32: Array) -> list[Call]:
+        """What computes q, stored and kv32 from x."""
+        inputs, outputs = {"x": x, "positions": positions}, {"q": q, **stored}
+        if self.keys_values is None:
+            return [self.attend_in.bind(inputs, outputs | {"kv32": kv32})]
+        reading = self.keys_values.bind({**stored, "positions": positions}, {"kv32": kv32})
+        return [self.attend_in.bind(inputs, outputs), reading]
 
 
 class LayerCompiler:
     """Builds the kernels of one model."""
 
-    def __init__(self, weights: ModelWeights, *, accuracy_level: int, threads: int) -> None:
-        self._weights, self._spec = weights, weights.spec
+    def __init__(self, weights: ModelWeights, coding: Coding, *, accuracy_level: int, threads: int) -> None:
+        self._weights, self._spec, self._coding = weights, weights.spec, coding
         self._accuracy_level, self._float_batch = accuracy_level, max(threads, _FLOAT_BATCH)
         self._cos, self._sin = rope_tables(weights.spec)
 
     def block(self, block: BlockWeights) -> BlockKernels:
-        return BlockKernels(self._attend_in(block), self._attend_out(block))
+        if self._coding.stores_h:
+            return BlockKernels(self._attend_in_storing_h(block), self._keys_values(block), self._attend_out(block))
+        return BlockKernels(self._attend_in(block), None, self._attend_out(block))
 
     def norm(self) -> Kernel:
         """x [rows, d_model] → y, the final norm."""
@@ -58,29 +74,56 @@ class LayerCompiler:
         return g.build()
 
     def _attend_in(self, block: BlockWeights) -> Kernel:
-        """x, positions [1, rows] → q [rows, H, D], kv16 and kv32 [rows, 2, G, D]."""
+        """x, positions [1, rows] → q [rows, H, D]; stored; kv32 [rows, 2, G, D], what is read of stored."""
         spec, g = self._spec, GraphBuilder()
-        heads, kv_heads, dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
         x = g.input("x", F32, ["n", spec.d_model])
-        positions = g.input("positions", I64, [1, "n"])
         qkv = self._linear(g, self._norm(g, x, block.attn_norm), block.q, block.k, block.v)
         qk, v = g.split(qkv, 1, spec.q_dim + spec.kv_dim, spec.kv_dim)
+        q, k = g.split(self._rope(g, qk, spec.n_heads + spec.n_kv_heads), 1, spec.n_heads, spec.n_kv_heads)
+        stored = self._coding.encode(g, self._joined(g, k, v))
+        g.output("q", q, F32, ["n", spec.n_heads, spec.head_dim])
+        g.output("kv32", self._coding.decode(g, stored), F32, ["n", 2, spec.n_kv_heads, spec.head_dim])
+        self._coding.outputs(g, stored)
+        return g.build()
+
+    def _attend_in_storing_h(self, block: BlockWeights) -> Kernel:
+        """x, positions [1, rows] → q [rows, H, D]; stored."""
+        spec, g = self._spec, GraphBuilder()
+        x = g.input("x", F32, ["n", spec.d_model])
+        q = self._linear(g, self._norm(g, x, block.attn_norm), block.q)
+        g.output("q", self._rope(g, q, spec.n_heads), F32, ["n", spec.n_heads, spec.head_dim])
+        self._coding.outputs(g, self._coding.encode(g, x))
+        return g.build()
+
+    def _keys_values(self, block: BlockWeights) -> Kernel:
+        """stored, positions [1, rows] → kv32 [rows, 2, G, D]."""
+        spec, g = self._spec, GraphBuilder()
+        h = self._coding.decode(g, self._coding.inputs(g, "n"))
+        k, v = g.split(
+            self._linear(g, self._norm(g, h, block.attn_norm), block.k, block.v), 1, spec.kv_dim, spec.kv_dim
+        )
+        joined = self._joined(g, self._rope(g, k, spec.n_kv_heads), v)
+        g.output("kv32", joined, F32, ["n", 2, spec.n_kv_heads, spec.head_dim])
+        return g.build()
+
+    def _rope(self, g: GraphBuilder, x: str, num_heads: int) -> str:
+        """x [rows, heads·D], turned at the graph's `positions` → [rows, heads, D]."""
+        spec = self._spec
         turned = g.contrib(
             "RotaryEmbedding",
-            g.reshape(qk, 1, -1, spec.q_dim + spec.kv_dim),
-            positions,
+            g.reshape(x, 1, -1, num_heads * spec.head_dim),
+            g.input("positions", I64, [1, "n"]),
             g.constant(self._cos),
             g.constant(self._sin),
-            num_heads=heads + kv_heads,
+            num_heads=num_heads,
             interleaved=int(spec.rope_pairing == "interleaved"),
         )
-        q, k = g.split(g.reshape(turned, -1, heads + kv_heads, dim), 1, heads, kv_heads)
-        kv = g.op("Concat", g.reshape(k, -1, 1, kv_heads, dim), g.reshape(v, -1, 1, kv_heads, dim), axis=1)
-        stored = g.cast(kv, F16)
-        g.output("q", q, F32, ["n", heads, dim])
-        g.output("kv32", g.cast(stored, F32), F32, ["n", 2, kv_heads, dim])
-        g.output("kv16", stored, F16, ["n", 2, kv_heads, dim])
-        return g.build()
+        return g.reshape(turned, -1, num_heads, spec.head_dim)
+
+    def _joined(self, g: GraphBuilder, k: str, v: str) -> str:
+        """k and v, however shaped → [rows, 2, G, D]."""
+        each = (-1, 1, self._spec.n_kv_heads, self._spec.head_dim)
+        return g.op("Concat", g.reshape(k, *each), g.reshape(v, *each), axis=1)
 
     def _attend_out(self, block: BlockWeights) -> Kernel:
         """x, a [rows, H·D] → y [rows, d_model], the block's output."""

@@ -1,81 +1,80 @@
 """Where K and V lie: the pool of stored pages, and the float32 forms that attention reads.
 
-    PagePool    fp16, the truth: page = [K or V, G, 64 tokens, D], one cache layer of one 64-token stretch
+    PagePool    as the cache mode stores it, the truth: a page is one cache layer of one 64-token stretch, its fields
+                one after the other; K/V modes: [K or V, G, 64 tokens, …] each, h modes: [64 tokens, …]
     Track       float32, contiguous over splits: what a sequence owns, per layer K and V [splits, G, 64, D]
     Arena       float32, contiguous over rows: the last own splits of decoding rows, per layer [rows, splits, G, t, D]
 
-Every value in a Track or an Arena is the fp16 value of a page, widened.  float32 is only the faster form to read:
-ONNX Runtime widens fp16 more slowly than it reads twice the bytes.  Refuses to know about sequences and attention.
+Every value in a Track or an Arena is the one that a page gives when it is read (`reading.py`).  float32 is only the
+faster form: ONNX Runtime widens fp16 more slowly than it reads twice the bytes.  Refuses to know about sequences and
+attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Block
-from tinyloop_service.engine.cpu.runtime import F16, F32, Array, GraphBuilder, Kernel
+from tinyloop_service.engine.cache_modes import Field, Stored
+from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.spec import ModelSpec
 
 HALF_SPLIT = PAGE_TOKENS // 2  # zeros beyond change no bit
+_POISON = 0xFF  # in every byte: fp16's NaN
 
 
 class PagePool:
     """`num_pages` pages; memory is committed as pages are first written."""
 
-    def __init__(self, num_pages: int, spec: ModelSpec) -> None:
-        self._pages: NDArray[np.float16] = np.zeros(page_shape(spec, num_pages), np.float16)
+    def __init__(self, num_pages: int, fields: Sequence[Field]) -> None:
+        sizes = [field.num_bytes * PAGE_TOKENS for field in fields]
+        self._bytes: NDArray[np.uint8] = np.zeros((num_pages, sum(sizes)), np.uint8)
         self._touched = np.zeros(num_pages, np.bool_)  # the others are zero still
+        self._fields: Stored = {}  # views [pages, …, 64, …] of the bytes
+        start = 0
+        for field, size in zip(fields, sizes, strict=True):
+            view = self._bytes[:, start : start + size].view(field.dtype)
+            self._fields[field.name] = view.reshape(num_pages, *field.shape[:-1], PAGE_TOKENS, field.shape[-1])
+            start += size
 
     @property
     def num_pages(self) -> int:
-        return len(self._pages)
+        return len(self._bytes)
 
     def zero(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
             for page in block:
                 if self._touched[page]:
-                    self._pages[page] = 0
+                    self._bytes[page] = 0
                 self._touched[page] = True
 
     def poison(self, pages: Iterable[int]) -> None:
         """NaN: whoever reads a page that was given back shows at once."""
         for page in pages:
-            self._pages[page], self._touched[page] = np.nan, True
+            self._bytes[page], self._touched[page] = _POISON, True
 
     def copy(self, source: Block, target: Block, num_tokens: int) -> None:
         for a, b in zip(source, target, strict=True):
-            self._pages[b, :, :, :num_tokens] = self._pages[a, :, :, :num_tokens]
+            for field in self._fields.values():
+                field[b, ..., :num_tokens, :] = field[a, ..., :num_tokens, :]
 
-    def write_run(self, page: int, slot: int, kv: NDArray[np.float16]) -> None:
-        """kv [n, 2, G, D] to n neighbouring slots of one page."""
-        self._pages[page, :, :, slot : slot + len(kv)] = kv.transpose(1, 2, 0, 3)
+    def write_run(self, page: int, slot: int, stored: Stored) -> None:
+        """stored [n, …] to n neighbouring slots of one page."""
+        for name, rows in stored.items():
+            self._fields[name][page, ..., slot : slot + len(rows), :] = np.moveaxis(rows, 0, -2)
 
-    def write_rows(self, pages: Array, slots: Array, kv: NDArray[np.float16]) -> None:
-        """kv [n, 2, G, D], each row to a slot of a page of its own."""
-        self._pages[pages, :, :, slots] = kv
+    def write_rows(self, pages: Array, slots: Array, stored: Stored) -> None:
+        """stored [n, …], each row to a slot of a page of its own."""
+        for name, rows in stored.items():
+            self._fields[name][pages, ..., slots, :] = rows
 
-    def read(self, pages: Array) -> NDArray[np.float16]:
-        """A copy, [n, 2, G, 64, D]."""
-        return self._pages[pages]
-
-
-def page_shape(spec: ModelSpec, *leading: int) -> tuple[int, ...]:
-    return (*leading, 2, spec.n_kv_heads, PAGE_TOKENS, spec.head_dim)
-
-
-def page_bytes(spec: ModelSpec) -> int:
-    return int(np.prod(page_shape(spec))) * 2
-
-
-def widening_kernel() -> Kernel:
-    """stored, any shape → float32; several times faster than NumPy's conversion."""
-    g = GraphBuilder()
-    g.output("read", g.cast(g.input("stored", F16, ["n"]), F32), F32, ["n"])
-    return g.build()
+    def page(self, page: int) -> Stored:
+        """Views of what a page holds; K/V modes [2, G, 64, …], h modes [64, …]."""
+        return {name: field[page] for name, field in self._fields.items()}
 
 
 @dataclass(frozen=True, slots=True)

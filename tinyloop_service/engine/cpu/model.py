@@ -16,12 +16,15 @@ from functools import partial
 import numpy as np
 
 from tinyloop_service.engine.cpu.attention import AttentionKernels
+from tinyloop_service.engine.cpu.coding import Coding
 from tinyloop_service.engine.cpu.layers import BlockKernels, LayerCompiler
+from tinyloop_service.engine.cpu.reading import PageReader
 from tinyloop_service.engine.cpu.rows import RowArrays, Run, Step
-from tinyloop_service.engine.cpu.runtime import Array, Kernel
+from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.cpu.selfcheck import Linear, check_attention, row_multiple
-from tinyloop_service.engine.spec import BlockKind
+from tinyloop_service.engine.spec import BlockKind, ModelSpec
 from tinyloop_service.engine.tensors import BlockWeights, ModelWeights
+from tinyloop_service.types import CacheMode
 
 _TILE_ROWS = 64  # of one call of a linear: what lies between its products stays in the cache
 
@@ -47,10 +50,13 @@ class Pass:
 class Model:
     """Weights, kernels and the arrays of a pass of at most `max_rows` rows."""
 
-    def __init__(self, weights: ModelWeights, *, max_rows: int, accuracy_level: int, threads: int) -> None:
+    def __init__(
+        self, weights: ModelWeights, cache_mode: CacheMode, *, max_rows: int, accuracy_level: int, threads: int
+    ) -> None:
         self.spec = spec = weights.spec
+        self.coding = Coding(cache_mode, spec)
         self._embed = weights.embed
-        compiler = LayerCompiler(weights, accuracy_level=accuracy_level, threads=threads)
+        compiler = LayerCompiler(weights, self.coding, accuracy_level=accuracy_level, threads=threads)
         self._blocks: dict[tuple[BlockKind, int], BlockKernels] = {}
         groups: dict[BlockKind, tuple[BlockWeights, ...]] = {
             "pre": weights.pre,
@@ -66,13 +72,16 @@ class Model:
         self._multiple = row_multiple(self._linears())
         check_attention(self.attention, spec)
         capacity = self.padded(max_rows)
-        self._rows = RowArrays.empty(capacity, spec)
+        self._rows = RowArrays.empty(capacity, spec, self.coding.fields)
         width = (capacity, spec.d_model)
         self._x = (np.zeros(width, np.float32), np.zeros(width, np.float32))
         self._done = np.zeros(width, np.float32)
         self._injected = np.zeros(width, np.float32) if spec.inject == "add" else None
         self._tokens = np.zeros(capacity, np.int64)
         self._positions = np.zeros((1, capacity), np.int64)
+
+    def page_reader(self) -> PageReader:
+        return PageReader(self.spec, self.coding, self._blocks)
 
     def padded(self, rows: int) -> int:
         """The number of rows to give to a linear for the sake of `rows` of them."""
@@ -105,23 +114,28 @@ class Model:
     def _linears(self) -> Iterator[tuple[str, int, Linear]]:
         """(name, inputs, function) of every kernel that holds weights, for the self-check."""
         spec = self.spec
-
-        def attend_in(x: Array, kernel: Kernel) -> Array:
-            rows = RowArrays.empty(len(x), spec)
-            outputs = {"q": rows.q, "kv16": rows.kv16, "kv32": rows.kv32}
-            kernel.run({"x": x, "positions": np.zeros((1, len(x)), np.int64)}, outputs)
-            return np.concatenate([rows.q.reshape(len(x), -1), rows.kv32.reshape(len(x), -1)], axis=1)
-
-        def attend_out(both: Array, kernel: Kernel) -> Array:
-            x, a = (np.ascontiguousarray(part) for part in np.split(both, [spec.d_model], axis=1))
-            y = np.empty_like(x)
-            kernel.run({"x": x, "a": a}, {"y": y})
-            return y
-
         for (kind, index), block in self._blocks.items():
-            yield f"{kind} block {index}, q k v", spec.d_model, partial(attend_in, kernel=block.attend_in)
-            yield f"{kind} block {index}, mlp", spec.d_model + spec.q_dim, partial(attend_out, kernel=block.attend_out)
+            name = f"{kind} block {index}"
+            inwards = partial(_attend_in, spec=spec, coding=self.coding, block=block)
+            yield f"{name}, q k v", spec.d_model, inwards
+            yield f"{name}, mlp", spec.d_model + spec.q_dim, partial(_attend_out, spec=spec, block=block)
         yield "the head", spec.d_model, self._head_of
+
+
+def _attend_in(x: Array, *, spec: ModelSpec, coding: Coding, block: BlockKernels) -> Array:
+    """All that a block computes of x [rows, d_model] before attention, side by side."""
+    rows, positions = RowArrays.empty(len(x), spec, coding.fields), np.zeros((1, len(x)), np.int64)
+    for call in block.inwards(x, positions, rows.q, rows.stored, rows.kv32):
+        call()
+    return np.concatenate([each.reshape(len(x), -1) for each in (rows.q, rows.kv32, *rows.stored.values())], axis=1)
+
+
+def _attend_out(both: Array, *, spec: ModelSpec, block: BlockKernels) -> Array:
+    """both [rows, d_model + H·D]: the residual and attention's result."""
+    x, a = (np.ascontiguousarray(part) for part in np.split(both, [spec.d_model], axis=1))
+    y = np.empty_like(x)
+    block.attend_out.run({"x": x, "a": a}, {"y": y})
+    return y
 
 
 class _PassWriter:
@@ -186,9 +200,9 @@ class _PassWriter:
         arrays, kernels = model._rows.rows(0, rows), model._blocks[kind, index]
         tiles = [slice(start, min(start + _TILE_ROWS, rows)) for start in range(0, rows, _TILE_ROWS)]
         for at in tiles:
-            outputs = {"q": arrays.q[at], "kv16": arrays.kv16[at], "kv32": arrays.kv32[at]}
-            positions = model._positions[:, at]
-            self._steps.append(kernels.attend_in.bind({"x": self._x[at], "positions": positions}, outputs))
+            tile = arrays.rows(at.start, at.stop)
+            calls = kernels.inwards(self._x[at], model._positions[:, at], tile.q, tile.stored, tile.kv32)
+            self._steps.extend(calls)
         for placed, layer in runs:
             self._steps.extend(placed.run.attend(layer, arrays.rows(placed.start, placed.end)))
         for at in tiles:

@@ -107,10 +107,10 @@ class PrefillRun:
 
     def _store(self, layer: int, rows: RowArrays) -> None:
         for span in self._spans:
-            at, chunk = slice(span.start, span.end), span.chunk
-            chunk.track.write_run(layer, span.position, rows.kv32[at])
+            mine, chunk = rows.rows(span.start, span.end), span.chunk
+            chunk.track.write_run(layer, span.position, mine.kv32)
             page = chunk.sequence.page(span.split, layer)
-            self._pool.write_run(page, span.position % PAGE_TOKENS, rows.kv16[at])
+            self._pool.write_run(page, span.position % PAGE_TOKENS, mine.stored)
 
 
 def _folds(ranges: Iterable[SplitRange], positions: Array, window: int) -> list[Fold]:

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS
+from tinyloop_service.engine.cache_modes import Field, Stored
 from tinyloop_service.engine.cpu.attention import MASKED, MOST_SPLITS, AttentionKernels, FoldState
 from tinyloop_service.engine.cpu.memory import SplitRange
 from tinyloop_service.engine.cpu.runtime import Array
@@ -28,19 +29,18 @@ class RowArrays:
     """What attention reads and writes for n rows; every array's first axis is the row."""
 
     q: Array  # (n, H, D)
-    kv16: Array  # (n, 2, G, D) as stored
-    kv32: Array  # (n, 2, G, D) as read
+    stored: Stored  # (n, …) each
+    kv32: Array  # (n, 2, G, D) as read from what is stored
     a: Array  # (n, H·D)
     state: FoldState
     spare: FoldState  # where a fold that goes on writes
 
     @classmethod
-    def empty(cls, rows: int, spec: ModelSpec) -> RowArrays:
-        kv = (rows, 2, spec.n_kv_heads, spec.head_dim)
+    def empty(cls, rows: int, spec: ModelSpec, fields: Iterable[Field]) -> RowArrays:
         return cls(
             q=np.zeros((rows, spec.n_heads, spec.head_dim), np.float32),
-            kv16=np.zeros(kv, np.float16),
-            kv32=np.zeros(kv, np.float32),
+            stored={field.name: np.zeros((rows, *field.shape), field.dtype) for field in fields},
+            kv32=np.zeros((rows, 2, spec.n_kv_heads, spec.head_dim), np.float32),
             a=np.zeros((rows, spec.q_dim), np.float32),
             state=FoldState.empty(rows, spec),
             spare=FoldState.empty(rows, spec),
@@ -49,7 +49,8 @@ class RowArrays:
     def rows(self, start: int, end: int) -> RowArrays:
         at = slice(start, end)
         states = (self.state.rows(start, end), self.spare.rows(start, end))
-        return RowArrays(self.q[at], self.kv16[at], self.kv32[at], self.a[at], *states)
+        stored = {name: array[at] for name, array in self.stored.items()}
+        return RowArrays(self.q[at], stored, self.kv32[at], self.a[at], *states)
 
 
 class Run(Protocol):

@@ -21,7 +21,8 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 Array = NDArray[Any]
 Shape = Sequence[int | str]
 
-F16, F32, I32, I64 = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64
+F16, F32 = TensorProto.FLOAT16, TensorProto.FLOAT
+U8, I8, I32, I64 = TensorProto.UINT8, TensorProto.INT8, TensorProto.INT32, TensorProto.INT64
 
 _OPSET, _IR_VERSION = 21, 10
 _CONTRIB = "com.microsoft"

@@ -18,10 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Block, Open, SequenceId
-from tinyloop_service.engine.cpu.memory import PagePool, SplitRange, Track, page_shape, widening_kernel
+from tinyloop_service.engine.cpu.memory import PagePool, SplitRange, Track
+from tinyloop_service.engine.cpu.reading import PageReader
+from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.cpu.sampling import RowSampler
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.types import Sampling
+
+Layers = list[Array] | Array  # of one array each
 
 
 @dataclass(slots=True)
@@ -55,13 +59,12 @@ class Sequence:
 
 
 class SequenceTable:
-    """All open sequences, the page pool, and the making and dropping of tracks."""
+    """All open sequences, and the making and dropping of tracks."""
 
-    def __init__(self, spec: ModelSpec, num_pages: int, *, debug: bool) -> None:
-        self._spec, self._debug = spec, debug
+    def __init__(self, spec: ModelSpec, pool: PagePool, reader: PageReader, *, debug: bool) -> None:
+        self._spec, self._reader, self._debug = spec, reader, debug
         self._open: dict[SequenceId, Sequence] = {}
-        self._widen = widening_kernel()
-        self.pool = PagePool(num_pages, spec)
+        self.pool = pool
 
     def __getitem__(self, seq: SequenceId) -> Sequence:
         return self._open[seq]
@@ -114,23 +117,24 @@ class SequenceTable:
             return
         sequence.track = Track(self._spec, self._spec.cache_layers(sequence.loops), sequence.first_block)
         sequence.track.grow(sequence.first_block + filled)
-        for layer in range(self._spec.cache_layers(sequence.loops)):
-            pages = np.array([block[layer] for block in sequence.blocks[:filled]])
-            wide = np.empty(page_shape(self._spec, filled), np.float32)
-            self._widen.run({"stored": self.pool.read(pages).reshape(-1)}, {"read": wide.reshape(-1)})
-            sequence.track.keys[layer][:filled] = wide[:, 0]
-            sequence.track.values[layer][:filled] = wide[:, 1]
+        self._read(sequence, filled, sequence.track.keys, sequence.track.values)
 
-    def read(self, seq: SequenceId) -> NDArray[np.float16]:
-        """The stored K and V of its own pages, (layers, 2, G, tokens, D)."""
-        sequence = self._open[seq]
+    def read(self, seq: SequenceId) -> NDArray[np.float32]:
+        """K and V of its own pages as they are read, (layers, 2, G, tokens, D)."""
+        sequence, spec = self._open[seq], self._spec
         tokens = sequence.length - sequence.first_block * PAGE_TOKENS
-        filled = sequence.blocks[: -(-tokens // PAGE_TOKENS)]
-        pages = self.pool.read(np.array(filled, np.intp).T)  # (layers, blocks, 2, G, 64, D)
-        joined = pages.transpose(0, 2, 3, 1, 4, 5).reshape(
-            len(pages), 2, self._spec.n_kv_heads, -1, self._spec.head_dim
-        )
+        filled, layers = -(-tokens // PAGE_TOKENS), spec.cache_layers(sequence.loops)
+        kv = np.empty((2, layers, filled, spec.n_kv_heads, PAGE_TOKENS, spec.head_dim), np.float32)
+        self._read(sequence, filled, kv[0], kv[1])
+        joined = kv.transpose(1, 0, 3, 2, 4, 5).reshape(layers, 2, spec.n_kv_heads, -1, spec.head_dim)
         return joined[:, :, :, :tokens]
+
+    def _read(self, sequence: Sequence, filled: int, keys: Layers, values: Layers) -> None:
+        """Its first `filled` blocks into [blocks, G, 64, D] of every layer."""
+        for layer, kind, index in self._spec.schedule(sequence.loops):
+            for i, block in enumerate(sequence.blocks[:filled]):
+                first = (sequence.first_block + i) * PAGE_TOKENS
+                self._reader.read(self.pool.page(block[layer]), kind, index, first, keys[layer][i], values[layer][i])
 
     def grow_track(self, sequence: Sequence, end: int) -> Track:
         """The sequence's track with room for positions up to `end`, inherited tokens of its first split copied."""

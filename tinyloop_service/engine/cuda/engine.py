@@ -171,5 +171,4 @@ def _limits(weights: ModelWeights, cache_mode: CacheMode, num_pages: int, max_ch
         max_steps=MAX_STEPS,
         busy_steps=BUSY_STEPS,
         split_tokens=PAGE_TOKENS,
-        active_pages_per_page=0,
     )
