@@ -78,7 +78,7 @@ class Model:
 
     engine       "auto" (a GPU if there is one that can), "cuda" or "cpu"
     kv_memory    bytes for the state of prefixes and requests; None: the engine's default
-    cache_mode   how state is stored, "fp16"
+    cache_mode   how state is stored: "fp16", "int8", "h-fp16", "h-int8" or "h-int4", from large to small
     threads      of the CPU engine; None: one per core, one for a small model
 
     Raises ModelFileError (a ValueError) for what is not a whole TinyLoop model, OSError if it cannot be opened.

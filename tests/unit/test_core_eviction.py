@@ -121,6 +121,14 @@ def test_an_evicted_prefix_is_not_waited_for_when_pins_leave_it_no_room() -> Non
 ACTIVE = dataclasses.replace(SMALL, active_page_bytes=2 * SMALL.page_bytes)
 
 
+def test_an_active_form_is_rounded_up_to_pages_once_for_an_extent() -> None:
+    limits = dataclasses.replace(SMALL, active_page_bytes=14 * SMALL.page_bytes + 1)
+    layers = limits.cache_layers(2)
+    assert limits.active_pages(0, 64 * 100, 2) == 14 * 100 * layers + 1, f"{layers} · 100 bytes more are one page more"
+    assert limits.active_pages(64, 64, 2) == 0
+    assert not SMALL.has_active_form and SMALL.active_pages(0, 64, 2) == 0
+
+
 def test_an_active_form_is_made_once_and_stays_until_pressure() -> None:
     driver = Driver(dataclasses.replace(ACTIVE, num_pages=40))
     driver.create("a", tokens(64))

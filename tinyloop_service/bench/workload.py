@@ -103,8 +103,8 @@ def predicted_speedup(prefill: float, decode: float, requests: int) -> float:
 
 
 def kv_memory_for(spec: ModelSpec, workload: Workload) -> int:
-    """Bytes for the workload in any mode: the prefix as fp16 stores it, its float32 active form, what every row owns, and
-    a fifth more."""
+    """Bytes for the workload in any mode: the prefix as fp16 stores it, its float32 active form, what every row owns,
+    and a fifth more."""
     layers = spec.cache_layers(workload.loops or spec.default_loops)
     page_bytes = PAGE_TOKENS * spec.kv_dim * 2 * 2
     prefix_blocks = 3 * (workload.prefix_len // PAGE_TOKENS + 4)

@@ -48,7 +48,7 @@ SETTING_FLAGS = {
     "model": "A .tinyloop file.  [default: the demo model]",
     "engine": "What computes: cuda, cpu, or auto, which takes a GPU if there is one.  [default: auto]",
     "kv_memory": "Memory for the state of prefixes and requests, for example 2GiB.",
-    "cache_mode": "How state is stored: fp16.",
+    "cache_mode": "How state is stored: fp16, int8, h-fp16, h-int8 or h-int4, from large to small.  [default: fp16]",
     "threads": "Of the CPU engine.  [default: one per core, one for a small model]",
     "accuracy_level": "Of INT4 products on the CPU: 4 int8 activations, 0 float32.  [default: 4]",
     "listen": "Where to serve; port 0 takes a free one.  [default: 127.0.0.1:50051]",

@@ -3,6 +3,8 @@
     K/V modes   decoded
     h modes     computed by the block's `keys_values`, the kernel of prefill and decode, a page's 64 tokens at a time
 
+64 rows are a multiple of whatever `selfcheck.row_multiple` finds, so a row has the bits it had among others.
+
 In: a page's fields, which block it is of, and its place.  Out: K and V in arrays of the caller.  Refuses to know who
 owns a page.
 """

@@ -25,8 +25,6 @@ from tinyloop_service.engine.cpu.sampling import RowSampler
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.types import Sampling
 
-Layers = list[Array] | Array  # of one array each
-
 
 @dataclass(slots=True)
 class Sequence:
@@ -125,12 +123,12 @@ class SequenceTable:
         tokens = sequence.length - sequence.first_block * PAGE_TOKENS
         filled, layers = -(-tokens // PAGE_TOKENS), spec.cache_layers(sequence.loops)
         kv = np.empty((2, layers, filled, spec.n_kv_heads, PAGE_TOKENS, spec.head_dim), np.float32)
-        self._read(sequence, filled, kv[0], kv[1])
+        self._read(sequence, filled, list(kv[0]), list(kv[1]))
         joined = kv.transpose(1, 0, 3, 2, 4, 5).reshape(layers, 2, spec.n_kv_heads, -1, spec.head_dim)
         return joined[:, :, :, :tokens]
 
-    def _read(self, sequence: Sequence, filled: int, keys: Layers, values: Layers) -> None:
-        """Its first `filled` blocks into [blocks, G, 64, D] of every layer."""
+    def _read(self, sequence: Sequence, filled: int, keys: list[Array], values: list[Array]) -> None:
+        """Its first `filled` blocks into one [blocks, G, 64, D] for each layer."""
         for layer, kind, index in self._spec.schedule(sequence.loops):
             for i, block in enumerate(sequence.blocks[:filled]):
                 first = (sequence.first_block + i) * PAGE_TOKENS
