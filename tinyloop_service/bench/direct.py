@@ -21,7 +21,7 @@ class Direct:
         self.loops = loops
         self.layers = engine.limits.cache_layers(loops)
         self._plans = itertools.count(1)
-        self._pages_taken = 0
+        self.pages_taken = 0
         self._prefix_pages = 0
         self._open: list[SequenceId] = []
         self._last_block: Block = ()
@@ -48,7 +48,7 @@ class Direct:
     def open_rows(self, length: int, count: int, room: int) -> tuple[SequenceId, ...]:
         """`count` requests off the prefix of `length` tokens, `room` own positions each, their first token sampled."""
         limits = self.engine.limits
-        self._prefix_pages = self._pages_taken
+        self._prefix_pages = self.pages_taken
         rows = tuple(range(self.PREFIX + 1, self.PREFIX + 1 + count))
         own = {seq: self._take_blocks(limits.own_blocks(length, length + room)) for seq in rows}
         partial = length % PAGE_TOKENS
@@ -71,15 +71,15 @@ class Direct:
 
     def close_rows(self) -> None:
         """Close what `open_rows` opened; the prefix stays."""
-        released = tuple(range(self._prefix_pages, self._pages_taken))
+        released = tuple(range(self._prefix_pages, self.pages_taken))
         self._step(Plan(next(self._plans), close=tuple(self._open[1:]), released=released))
-        self._open, self._pages_taken = self._open[:1], self._prefix_pages
+        self._open, self.pages_taken = self._open[:1], self._prefix_pages
 
     def clear(self) -> None:
         """Close every sequence, children first, and take all pages back."""
-        released = tuple(range(self._pages_taken))
+        released = tuple(range(self.pages_taken))
         self._step(Plan(next(self._plans), close=tuple(reversed(self._open)), released=released))
-        self._open, self._pages_taken = [], 0
+        self._open, self.pages_taken = [], 0
 
     def _step(self, plan: Plan) -> float:
         start = time.perf_counter()
@@ -87,11 +87,11 @@ class Direct:
         return (time.perf_counter() - start) * 1e3
 
     def _take_blocks(self, count: int) -> tuple[Block, ...]:
-        first, total = self._pages_taken, self.engine.limits.num_pages
-        self._pages_taken += count * self.layers
-        if self._pages_taken > total:
-            raise ValueError(f"{self._pages_taken} pages needed, the pool has {total}; give more with --kv-memory")
-        return tuple(tuple(range(page, page + self.layers)) for page in range(first, self._pages_taken, self.layers))
+        first, total = self.pages_taken, self.engine.limits.num_pages
+        self.pages_taken += count * self.layers
+        if self.pages_taken > total:
+            raise ValueError(f"{self.pages_taken} pages needed, the pool has {total}; give more with --kv-memory")
+        return tuple(tuple(range(page, page + self.layers)) for page in range(first, self.pages_taken, self.layers))
 
 
 def measure_prefill(direct: Direct, tokens: TokenIds, rounds: int, progress: Progress) -> list[float]:
