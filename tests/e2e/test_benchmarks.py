@@ -36,6 +36,19 @@ def test_prefix_cache_in_both_places_with_both_bodies(tmp_path: Path) -> None:
     assert "int4 grpc" in printed
 
 
+def test_cache_modes_side_by_side() -> None:
+    small = ("--prefix", "70", "--rounds", "1", "--rows", "1", "2", "--modes", "fp16", "h-int4")
+    command = (sys.executable, str(TESTS / "bench_cache_modes.py"), *small)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    lines = {line.split(" | ")[0]: line.split(" | ") for line in done.stdout.splitlines() if " | " in line}
+    assert lines.keys() == {"mode", "fp16", "h-int4"}
+    assert {len(cells) for cells in lines.values()} == {7}
+    pages = 2 * 10  # two blocks of ten layers
+    assert lines["fp16"][1] == f"{pages * 64 * 384 * 4 / 2**20:.2f} MiB", "K and V of 384 values, fp16"
+    assert lines["h-int4"][1] == f"{pages * 64 * (192 + 6 * 4) / 2**20:.2f} MiB", "six groups of 64 channels"
+
+
 def test_kernels_in_emulation(tmp_path: Path) -> None:
     printed, measured = run("bench_kernels.py", tmp_path / "out.json", "--emulated")
     profiles = {profile["title"]: profile["lines"] for profile in measured["profiles"]}

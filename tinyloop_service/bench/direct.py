@@ -21,7 +21,7 @@ class Direct:
         self.loops = loops
         self.layers = engine.limits.cache_layers(loops)
         self._plans = itertools.count(1)
-        self.pages_taken = 0
+        self.pages_taken = 0  # by all that is open
         self._prefix_pages = 0
         self._open: list[SequenceId] = []
         self._last_block: Block = ()
