@@ -64,7 +64,7 @@ class CudaEngine:
         memory does not hold, EngineFault if the self-check finds that this device breaks a promise.
         """
         if cache_mode is not CacheMode.FP16:
-            raise InvalidArgument("cache_mode", f"{cache_mode.value} given; the CUDA engine stores fp16")
+            raise InvalidArgument("cache_mode", f"{cache_mode.value} given, engine cuda stores fp16; use engine cpu")
         say, spec = progress or (lambda _: None), weights.spec
         budget = Budget(device.memory()[0], weight_bytes(weights), kv_memory)
         budget.check_weights()
