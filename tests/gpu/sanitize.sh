@@ -19,7 +19,7 @@ sanitize() {
     timeout --kill-after=10 "$SANITIZE_SECONDS" compute-sanitizer --tool "$1" --report-api-errors no --error-exitcode 99 \
         "$PYTHON" tests/gpu/sanitized_cases.py "$2" >"$log" 2>&1 || status=$?
     printf '%-10s %-42s status %3d  %4d s  %s; %s\n' "$1" "$2" "$status" $((SECONDS - began)) \
-        "$(grep -E ' (passed|failed|error)' "$log" | tail -n 1)" "$(grep -E 'SUMMARY' "$log" | tail -n 1 | sed 's/^=* *//')"
+        "$(grep -E '^[0-9]+ (passed|failed|error)' "$log" | tail -n 1)" "$(grep -E 'SUMMARY' "$log" | tail -n 1 | sed 's/^=* *//')"
     return $((status != 0))  # xargs would stop at 255
 }
 export -f sanitize

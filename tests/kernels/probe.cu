@@ -7,7 +7,7 @@ extern "C" __global__ void __launch_bounds__(32) multiply(const uint4* a, const 
   uint4* tile = reinterpret_cast<uint4*>(shared);  // a: 16 rows of 2 pieces, then b: 8 rows of 2
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
   cp_async16(&tile[lane], &a[lane], true);
-  cp_async16(&tile[32 + lane % 16], &b[lane % 16], true);
+  if (lane < 16) cp_async16(&tile[32 + lane], &b[lane], true);
   cp_async_commit();
   cp_async_wait<0>();
   __syncwarp();
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(32) multiply(const uint4* a, const 
 extern "C" __global__ void __launch_bounds__(32) transpose(const uint4* in, u32* out) {
   DYNAMIC_SHARED(shared);
   uint4* rows = reinterpret_cast<uint4*>(shared);
-  rows[threadIdx.x % 8] = load_stream(&in[threadIdx.x % 8]);
+  if (threadIdx.x < 8) rows[threadIdx.x] = load_stream(&in[threadIdx.x]);
   __syncwarp();
   u32 r[4];
   ldmatrix_x4_trans(r, &rows[threadIdx.x % 8]);
