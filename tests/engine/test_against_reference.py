@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 from driver import Driver
 from engines import Kind, ReadableEngine, engine_of, fitted, make_engine, weights_of
+from switches import switches
 
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.engine.spec import SIZES, ModelSpec, Quant
@@ -45,34 +46,19 @@ BASE = replace(
     max_seq_len=512,
     quant=Quant(4, 64),
 )
-SPECS: dict[str, ModelSpec] = {
+SWITCHES = {name.replace("+", ", "): spec for name, spec in switches(BASE).items()}
+SPECS = {
     "base": BASE,
     "groups of 32": replace(BASE, quant=Quant(4, 32), d_ff=160),
     "groups of 128": replace(BASE, quant=Quant(4, 128), d_ff=384),
     "fp16 weights": replace(BASE, quant=None, d_ff=100),
-    "gqa": replace(BASE, n_kv_heads=2),
     "mqa": replace(BASE, n_kv_heads=1),
     "wide heads": replace(BASE, head_dim=64),
-    "interleaved": replace(BASE, rope_pairing="interleaved", rope_theta=500.0),
-    "sandwich": replace(BASE, norm_placement="sandwich", norm_eps=1e-3),
-    "loop_norm": replace(BASE, loop_norm=True),
-    "loop_norm, post": replace(BASE, loop_norm=True, post_blocks=1),
-    "inject": replace(BASE, inject="add"),
-    "group of 2": replace(BASE, loop_blocks=2, post_blocks=2, pre_blocks=1),
-    "no pre": replace(BASE, pre_blocks=0, inject="add"),
-    "tied": replace(BASE, tie_embeddings=True),
+    **SWITCHES,
+    "interleaved": replace(SWITCHES["interleaved"], rope_theta=500.0),
+    "sandwich": replace(SWITCHES["sandwich"], norm_eps=1e-3),
     "tied fp16": replace(BASE, tie_embeddings=True, quant=None),
-    "everything": replace(
-        BASE,
-        n_kv_heads=2,
-        rope_pairing="interleaved",
-        norm_placement="sandwich",
-        loop_norm=True,
-        inject="add",
-        loop_blocks=2,
-        post_blocks=1,
-        tie_embeddings=True,
-    ),
+    "everything": replace(SWITCHES["everything"], n_kv_heads=2, tie_embeddings=True),
 }
 TOKENS = tuple(np.random.default_rng(3).integers(0, BASE.vocab_size, 150).tolist())
 LENGTH = 90  # of the prefix; the rest is a suffix, so that two segments and three splits are read

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from driver import GREEDY, Drawn, Driver, Held
 from engines import Case, cases, fitted, make_engine, weights_of
+from switches import switches
 
-from tinyloop_service.engine.spec import SIZES, ModelSpec, Quant
+from tinyloop_service.engine.spec import SIZES, Quant
 from tinyloop_service.types import CacheMode, Sampling
 
 PAGE = 64
@@ -24,19 +25,9 @@ LONGEST, MOST = -1, -2  # as long as a sequence of this engine may be; as many r
 SMALL = replace(
     SIZES["tiny"], vocab_size=300, d_model=128, head_dim=32, d_ff=256, pre_blocks=1, max_seq_len=512, quant=Quant(4, 64)
 )
-EVERYTHING = replace(
-    SMALL,
-    n_kv_heads=2,
-    rope_pairing="interleaved",
-    norm_placement="sandwich",
-    loop_norm=True,
-    inject="add",
-    loop_blocks=2,
-    post_blocks=1,
-)
-SPECS: dict[str, ModelSpec] = {
+SPECS = {
     "small": SMALL,
-    "everything": EVERYTHING,
+    "everything": replace(switches(SMALL)["everything"], n_kv_heads=2),
     "fp16 weights": replace(SMALL, quant=None, d_ff=100),
 }
 TOKENS = tuple(np.random.default_rng(11).integers(0, SMALL.vocab_size, SIZES["407m"].max_seq_len).tolist())

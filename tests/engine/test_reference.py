@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from switches import switches
 
 from tinyloop_service.engine.cache_modes import decode, encode
 from tinyloop_service.engine.cpu.runtime import use_threads
@@ -18,29 +19,7 @@ from tinyloop_service.types import CacheMode, Sampling
 BASE = replace(
     SIZES["tiny"], vocab_size=97, d_model=64, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=96, quant=Quant(4, 32)
 )
-SPECS: dict[str, ModelSpec] = {
-    "pre": BASE,
-    "fp16": replace(BASE, quant=None),
-    "gqa": replace(BASE, n_kv_heads=2),
-    "interleaved": replace(BASE, rope_pairing="interleaved"),
-    "sandwich": replace(BASE, norm_placement="sandwich"),
-    "loop_norm": replace(BASE, loop_norm=True),
-    "loop_norm+post": replace(BASE, loop_norm=True, post_blocks=1),
-    "inject": replace(BASE, inject="add"),
-    "group of 2": replace(BASE, loop_blocks=2, post_blocks=2, pre_blocks=1),
-    "no pre": replace(BASE, pre_blocks=0, inject="add"),
-    "tied": replace(BASE, tie_embeddings=True),
-    "everything": replace(
-        BASE,
-        n_kv_heads=1,
-        rope_pairing="interleaved",
-        norm_placement="sandwich",
-        loop_norm=True,
-        inject="add",
-        loop_blocks=2,
-        post_blocks=1,
-    ),
-}
+SPECS = {"pre": BASE, "fp16": replace(BASE, quant=None), **switches(BASE)}
 TOKENS = np.random.default_rng(5).integers(0, BASE.vocab_size, 21).tolist()
 # float64 rounds at 1e-16; through some 40 blocks of sums over ≤ 96 terms errors stay far below this.
 EXACT = {"rtol": 0, "atol": 1e-10}

@@ -6,9 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 import tokenizers
+from switches import switches
 from tokenizers import decoders, models, pre_tokenizers
 
-from tinyloop_service.engine.spec import SIZES, ModelSpec, Quant
+from tinyloop_service.engine.spec import SIZES, Quant
 from tinyloop_service.engine.weights import ModelWeights, random_model
 from tinyloop_service.evaluate import NamedModel
 from tinyloop_service.evaluate.run import Report, evaluate
@@ -28,29 +29,7 @@ BASE = replace(
     eos_token_ids=(257,),
     quant=Quant(4, 32),
 )
-SPECS: dict[str, ModelSpec] = {
-    "pre": BASE,
-    "fp16": replace(BASE, quant=None),
-    "gqa": replace(BASE, n_kv_heads=2),
-    "interleaved": replace(BASE, rope_pairing="interleaved"),
-    "sandwich": replace(BASE, norm_placement="sandwich"),
-    "loop_norm": replace(BASE, loop_norm=True),
-    "loop_norm+post": replace(BASE, loop_norm=True, post_blocks=1),
-    "inject": replace(BASE, inject="add"),
-    "group of 2": replace(BASE, loop_blocks=2, post_blocks=2, pre_blocks=1),
-    "no pre": replace(BASE, pre_blocks=0, inject="add"),
-    "tied": replace(BASE, tie_embeddings=True),
-    "everything": replace(
-        BASE,
-        n_kv_heads=1,
-        rope_pairing="interleaved",
-        norm_placement="sandwich",
-        loop_norm=True,
-        inject="add",
-        loop_blocks=2,
-        post_blocks=1,
-    ),
-}
+SPECS = {"pre": BASE, "fp16": replace(BASE, quant=None), **switches(BASE)}
 TEXT = NamedText(
     "psalm", "The LORD is my shepherd; I shall not want. — “He maketh me to lie down in green pastures.” " * 2
 )

@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
+from switches import switches
 
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.engine.spec import SIZES, ModelSpec
@@ -18,29 +19,14 @@ from tinyloop_service.quantize.calibration import Calibration
 BASE = replace(
     SIZES["tiny"], vocab_size=96, d_model=64, n_heads=4, n_kv_heads=4, head_dim=16, d_ff=96, quant=None, max_loops=8
 )
-SPECS: dict[str, ModelSpec] = {
+SWITCHES = switches(BASE)
+SPECS = {
     "pre": BASE,
-    "gqa": replace(BASE, n_kv_heads=2),
-    "interleaved": replace(BASE, rope_pairing="interleaved", rope_theta=500.0),
-    "sandwich": replace(BASE, norm_placement="sandwich", norm_eps=1e-3),
-    "loop_norm": replace(BASE, loop_norm=True),
-    "loop_norm+post": replace(BASE, loop_norm=True, post_blocks=1),
-    "inject": replace(BASE, inject="add"),
-    "group of 2": replace(BASE, loop_blocks=2, post_blocks=2, pre_blocks=1),
-    "no pre": replace(BASE, pre_blocks=0, inject="add"),
-    "tied": replace(BASE, tie_embeddings=True),
+    **SWITCHES,
+    "interleaved": replace(SWITCHES["interleaved"], rope_theta=500.0),
+    "sandwich": replace(SWITCHES["sandwich"], norm_eps=1e-3),
     "wide attention": replace(BASE, n_heads=6, n_kv_heads=3, head_dim=32),
-    "everything": replace(
-        BASE,
-        n_kv_heads=1,
-        rope_pairing="interleaved",
-        norm_placement="sandwich",
-        loop_norm=True,
-        inject="add",
-        loop_blocks=2,
-        post_blocks=1,
-        tie_embeddings=True,
-    ),
+    "everything": replace(SWITCHES["everything"], tie_embeddings=True),
 }
 
 
