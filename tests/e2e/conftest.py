@@ -1,7 +1,4 @@
-"""A tiny random model that takes text, and a server of it, for all tests of the command.
-
-The tokenizer has one token per byte; ids of 256 and above have no text.
-"""
+"""A tiny random model that takes text, and a server of it, for all tests of the command."""
 
 from __future__ import annotations
 
@@ -9,17 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tokenizers
+from byte_tokenizer import byte_tokenizer
 from command_harness import Server, serving, tinyloop
-from tokenizers import decoders, models, pre_tokenizers
-
-
-def byte_tokenizer() -> bytes:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return made.to_str().encode()
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-import tokenizers
+from byte_tokenizer import byte_tokenizer
 from switches import switches
-from tokenizers import decoders, models, pre_tokenizers
 
 from tinyloop_service.engine.spec import SIZES, Quant
 from tinyloop_service.engine.weights import ModelWeights, random_model
@@ -33,15 +32,6 @@ SPECS = {"pre": BASE, "fp16": replace(BASE, quant=None), **switches(BASE)}
 TEXT = NamedText(
     "psalm", "The LORD is my shepherd; I shall not want. — “He maketh me to lie down in green pastures.” " * 2
 )
-
-
-@cache
-def byte_tokenizer() -> bytes:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    return made.to_str().encode()
 
 
 @cache

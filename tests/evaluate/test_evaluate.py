@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_models import BASE, SPECS, TEXT, byte_tokenizer, model, small_report
+from byte_tokenizer import byte_tokenizer
+from small_models import BASE, SPECS, TEXT, model, small_report
 
 from tinyloop_service.demo import MODEL_PATH, PREFIX_TEXT
 from tinyloop_service.engine.reference import Reference

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from small_models import TEXT, byte_tokenizer
+from byte_tokenizer import byte_tokenizer
+from small_models import TEXT
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from tinyloop_service.errors import InvalidArgument
