@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from tinyloop_service.kernels.device import Argument, Array, Device
+from tinyloop_service.kernels.device import Argument, Array, Device, Kernel
 from tinyloop_service.kernels.match import match, require
 
 PAGE_TOKENS = 64
@@ -97,9 +97,17 @@ def decode_attention(
     kernel = device.kernel("decode_attention_many" if many else "decode_attention", "decode_attention", **defines)
     device.launch(kernel, (num_kv_heads, num_blocks, 1), _THREADS, arguments, dependent=dependent)
     merge = device.kernel("decode_attention", "decode_attention_merge", **defines)
-    arguments = (row_items, partial_o, partial_ml, a, np.int32(heads), np.int32(blocks))
+    _launch_merge(device, merge, row_items, partial_o, partial_ml, a, dependent)
+
+
+def _launch_merge(
+    device: Device, merge: Kernel, row_items: Array, partial_o: Array, partial_ml: Array, a: Array, dependent: bool
+) -> None:
+    """Each row's splits, in ascending order, into `a`."""
+    rows, heads, blocks, head_dim = partial_o.shape
     together = 4 if rows > _FEW_ROWS else 1  # heads of a block: launching many small blocks takes longer than they do
     grid, threads = (rows, -(-heads // together), 1), 32 * head_dim // _MERGE_DIMS * together
+    arguments = (row_items, partial_o, partial_ml, a, np.int32(heads), np.int32(blocks))
     device.launch(merge, grid, threads, arguments, dependent=dependent)
 
 
