@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from tinyloop_service.engine.api import Block, Clone, Drop, Extend, Open, Plan, Prefill, StepResult
-from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, FaultAt, PlanViolation
+from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, FaultAt
+from tinyloop_service.engine.fake_state import PlanViolation
 from tinyloop_service.engine.fake_tokens import expected_tokens
 from tinyloop_service.errors import DeviceLost, EngineFault
 from tinyloop_service.types import Sampling, TokenIds

@@ -13,12 +13,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from tinyloop_service.engine.api import (
     PAGE_TOKENS,
-    Block,
     Clone,
     Drop,
     Extend,
@@ -32,11 +31,12 @@ from tinyloop_service.engine.api import (
     SequenceId,
     StepResult,
 )
+from tinyloop_service.engine.fake_state import Pages, PlanViolation, Sequence, require
 from tinyloop_service.engine.fake_tokens import MASK, NO_TOKENS, draw, draw_logprob, expected_tokens, mix
 from tinyloop_service.errors import DeviceLost, EngineFault
 from tinyloop_service.types import CacheMode, TokenLogprob
 
-__all__ = ["FAKE_LIMITS", "FakeEngine", "PlanViolation", "expected_tokens"]
+__all__ = ["FAKE_LIMITS", "FakeEngine", "FaultAt", "expected_tokens"]
 
 FAKE_LIMITS = Limits(
     model_id="fake",
@@ -55,47 +55,6 @@ FAKE_LIMITS = Limits(
     max_chunk=256,
     max_steps=8,
 )
-
-
-class PlanViolation(AssertionError):
-    """The scheduler broke the contract of engine/api.py."""
-
-
-@dataclass(slots=True, eq=False)
-class _Page:
-    """What one page holds: the entries of its block, shared by the block's layers, and which layer it is."""
-
-    entries: list[int]
-    layer: int
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    opened: Open
-    parent: _Sequence | None
-    length: int
-    first_block: int
-    blocks: list[Block] = field(default_factory=list)
-    kept: int | None = None  # the entry of the last prompt token: a prefix's logits
-    last_token: int | None = None
-    seen: frozenset[int] = NO_TOKENS  # tokens under repetition penalty
-    total: int | None = None  # sum of what the next token sees, where it may be carried on
-
-    def block_entries(self, index: int, pages: list[_Page | None]) -> list[int]:
-        """The entries of absolute block `index`, own or a parent's; checks every page of it."""
-        owner: _Sequence | None = self
-        while owner is not None and index < owner.opened.start // PAGE_TOKENS:
-            owner = owner.parent
-        if owner is None or not owner.first_block <= index < owner.first_block + len(owner.blocks):
-            raise PlanViolation(f"sequence {self.opened.seq} reads block {index}, which nobody holds")
-        block = owner.blocks[index - owner.first_block]
-        first = pages[block[0]]
-        for layer, page_id in enumerate(block):
-            page = pages[page_id]
-            if page is None or first is None or page.entries is not first.entries or page.layer != layer:
-                raise PlanViolation(f"sequence {self.opened.seq} reads page {page_id}, which was released or reused")
-        assert first is not None
-        return first.entries
 
 
 class FaultAt(Enum):
@@ -135,10 +94,9 @@ class FakeEngine:
         self._fault = fault
         self._fault_at = fault_at
         self._next_token = next_token
-        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._sequences: dict[SequenceId, Sequence] = {}
         self._has_lost = False  # from then on a close may name what is gone or never came
-        self._pages: list[_Page | None] = [None] * limits.num_pages
-        self._owner: dict[int, SequenceId] = {}
+        self._pages = Pages(limits.num_pages)
         self._active: set[SequenceId] = set()
         self._last_plan = 0
         self.num_steps = 0
@@ -158,8 +116,8 @@ class FakeEngine:
             self._gate.wait()
         if self._step_s:
             time.sleep(self._step_s)
-        self._require(not self.is_closed, "a step after close")
-        self._require(plan.number > self._last_plan, f"plan {plan.number} after {self._last_plan}")
+        require(not self.is_closed, "a step after close")
+        require(plan.number > self._last_plan, f"plan {plan.number} after {self._last_plan}")
         self._last_plan = plan.number
         self.num_steps += 1
         error = self._fault(plan) if self._fault is not None else None
@@ -181,9 +139,8 @@ class FakeEngine:
 
     def check_idle(self, num_sequences: int = 0) -> None:
         """Nothing is left but `num_sequences` prefixes."""
-        self._require(len(self._sequences) == num_sequences, f"{len(self._sequences)} sequences are open")
-        owners = set(self._owner.values())
-        self._require(owners <= self._sequences.keys(), "pages of closed sequences are held")
+        require(len(self._sequences) == num_sequences, f"{len(self._sequences)} sequences are open")
+        require(self._pages.owners <= self._sequences.keys(), "pages of closed sequences are held")
 
     # ---- one plan, in the order of its fields
 
@@ -192,8 +149,7 @@ class FakeEngine:
         for seq in plan.close:
             self._close(seq)
         for page in plan.released:
-            self._require(page not in self._owner, f"page {page} is released but owned by {self._owner.get(page)}")
-            self._pages[page] = None
+            self._pages.release(page)
         for seq in plan.deactivate:
             self._sequence(seq)
             self._active.discard(seq)
@@ -215,57 +171,52 @@ class FakeEngine:
     def _check_size(self, plan: Plan) -> None:
         limits = self._limits
         parts = [*plan.first, *(p.seq for p in plan.prefill), *plan.decode]
-        self._require(len(set(parts)) == len(parts), "a sequence takes part twice")
-        self._require(len(plan.decode) <= limits.max_rows, f"{len(plan.decode)} rows")
-        self._require(sum(len(p.tokens) for p in plan.prefill) <= limits.max_chunk, "a chunk that is too large")
-        self._require(1 <= plan.num_steps <= limits.max_steps, f"{plan.num_steps} steps")
+        require(len(set(parts)) == len(parts), "a sequence takes part twice")
+        require(len(plan.decode) <= limits.max_rows, f"{len(plan.decode)} rows")
+        require(sum(len(p.tokens) for p in plan.prefill) <= limits.max_chunk, "a chunk that is too large")
+        require(1 <= plan.num_steps <= limits.max_steps, f"{plan.num_steps} steps")
 
     def _close(self, seq: SequenceId) -> None:
         sequence = self._sequences.pop(seq, None)
-        self._require(sequence is not None or self._has_lost, f"sequence {seq} is closed but not open")
+        require(sequence is not None or self._has_lost, f"sequence {seq} is closed but not open")
         hanging = [s.opened.seq for s in self._sequences.values() if sequence is not None and s.parent is sequence]
-        self._require(not hanging, f"sequence {seq} is closed under {hanging}")
+        require(not hanging, f"sequence {seq} is closed under {hanging}")
         self._active.discard(seq)
         if sequence is not None:
             for block in sequence.blocks:
-                self._disown(block)
+                self._pages.disown(block)
 
     def _open(self, opened: Open) -> None:
-        self._require(opened.seq not in self._sequences, f"sequence {opened.seq} is open")
+        require(opened.seq not in self._sequences, f"sequence {opened.seq} is open")
         parent = self._sequence(opened.parent) if opened.parent is not None else None
-        self._require(opened.start == (parent.length if parent is not None else 0), "start is not the parent's length")
-        self._require(1 <= opened.loops <= self._limits.max_loops, f"{opened.loops} loops")
+        require(opened.start == (parent.length if parent is not None else 0), "start is not the parent's length")
+        require(1 <= opened.loops <= self._limits.max_loops, f"{opened.loops} loops")
         penalised = opened.sampling is not None and opened.sampling.repetition_penalty != 1.0
         seen = frozenset(opened.prompt) if penalised else NO_TOKENS
-        self._sequences[opened.seq] = _Sequence(opened, parent, opened.start, opened.start // PAGE_TOKENS, seen=seen)
+        self._sequences[opened.seq] = Sequence(opened, parent, opened.start, opened.start // PAGE_TOKENS, seen=seen)
 
     def _extend(self, extend: Extend) -> None:
         sequence = self._sequence(extend.seq)
         for block in extend.blocks:
             layers = self._limits.cache_layers(sequence.opened.loops)
-            self._require(len(block) == layers, f"a block of {len(block)} pages for {layers} layers")
-            entries: list[int] = []
-            for layer, page in enumerate(block):
-                self._require(0 <= page < self._limits.num_pages, f"page {page} does not exist")
-                self._require(page not in self._owner, f"page {page} is taken but owned by {self._owner.get(page)}")
-                self._owner[page] = extend.seq
-                self._pages[page] = _Page(entries, layer)
+            require(len(block) == layers, f"a block of {len(block)} pages for {layers} layers")
+            self._pages.take(block, extend.seq)
             sequence.blocks.append(block)
 
     def _clone(self, clone: Clone) -> None:
         sequence = self._sequence(clone.seq)
         parent, start = sequence.parent, sequence.opened.start
-        self._require(parent is not None and clone.num_tokens == start % PAGE_TOKENS > 0, "a clone of the wrong size")
+        require(parent is not None and clone.num_tokens == start % PAGE_TOKENS > 0, "a clone of the wrong size")
         assert parent is not None
-        self._require(clone.target == sequence.blocks[0] and sequence.length == start, "a clone into the wrong block")
-        self._require(bool(parent.blocks) and clone.source == parent.blocks[-1], "a clone of the wrong block")
+        require(clone.target == sequence.blocks[0] and sequence.length == start, "a clone into the wrong block")
+        require(bool(parent.blocks) and clone.source == parent.blocks[-1], "a clone of the wrong block")
         source = parent.block_entries(start // PAGE_TOKENS, self._pages)
-        self._entries(clone.target).extend(source[: clone.num_tokens])
+        self._pages.entries(clone.target).extend(source[: clone.num_tokens])
 
     def _activate(self, seq: SequenceId) -> None:
         sequence = self._sequence(seq)
-        self._require(sequence.opened.sampling is None, f"sequence {seq} is no prefix")
-        self._require(self._limits.has_active_form, "this engine has no active form")
+        require(sequence.opened.sampling is None, f"sequence {seq} is no prefix")
+        require(self._limits.has_active_form, "this engine has no active form")
         if sequence.parent is not None:
             self._require_active(sequence.parent)
         self._active.add(seq)
@@ -273,19 +224,17 @@ class FakeEngine:
     def _first(self, seq: SequenceId) -> RowOutput:
         sequence = self._sequence(seq)
         parent = sequence.parent
-        self._require(
-            parent is not None and parent.kept is not None, f"sequence {seq} has no kept logits to start from"
-        )
+        require(parent is not None and parent.kept is not None, f"sequence {seq} has no kept logits to start from")
         assert parent is not None and parent.kept is not None
-        self._require(sequence.length == sequence.opened.start, f"sequence {seq} has begun")
+        require(sequence.length == sequence.opened.start, f"sequence {seq} has begun")
         self._require_active(parent)
         return self._output(sequence, parent.kept)
 
     def _prefill(self, prefill: Prefill) -> RowOutput | None:
         sequence = self._sequence(prefill.seq)
-        self._require(prefill.start == sequence.length, f"prefill at {prefill.start} of {sequence.length}")
-        self._require(bool(prefill.tokens), "an empty prefill")
-        self._require(sequence.kept is None and sequence.last_token is None, "a prefill after the last one")
+        require(prefill.start == sequence.length, f"prefill at {prefill.start} of {sequence.length}")
+        require(bool(prefill.tokens), "an empty prefill")
+        require(sequence.kept is None and sequence.last_token is None, "a prefill after the last one")
         self._require_active(sequence if sequence.opened.sampling is None else sequence.parent)
         entry = 0
         for token in prefill.tokens:
@@ -312,51 +261,39 @@ class FakeEngine:
     def _drop(self, drop: Drop) -> None:
         sequence = self._sequence(drop.seq)
         count = drop.first_block - sequence.first_block
-        self._require(0 < count <= len(sequence.blocks), f"a drop below block {drop.first_block}")
+        require(0 < count <= len(sequence.blocks), f"a drop below block {drop.first_block}")
         for block in sequence.blocks[:count]:
-            self._disown(block)
+            self._pages.disown(block)
         del sequence.blocks[:count]
         sequence.first_block = drop.first_block
 
     # ---- tokens and pages
 
-    def _append(self, sequence: _Sequence, token: int) -> int:
+    def _append(self, sequence: Sequence, token: int) -> int:
         """Store one token where the scheduler said; its entry."""
         position, opened = sequence.length, sequence.opened
         total = sequence.total
         if total is None or self._strict or opened.cache_window:
-            total = self._visible_sum(sequence)
+            total = sequence.visible_sum(self._pages)
         index = position // PAGE_TOKENS - sequence.first_block
         if not 0 <= index < len(sequence.blocks):
             raise PlanViolation(f"sequence {opened.seq} has no block for position {position}")
         if not 0 <= token < self._limits.vocab_size:
             raise PlanViolation(f"token {token} is outside the vocabulary")
         entry = mix(total & MASK, token, position, opened.loops)
-        entries = self._entries(sequence.blocks[index])
+        entries = self._pages.entries(sequence.blocks[index])
         if len(entries) != position % PAGE_TOKENS:
             raise PlanViolation(f"position {position} does not follow what is stored")
         entries.append(entry)
         sequence.total, sequence.length = total + entry, position + 1
         return entry
 
-    def _visible_sum(self, sequence: _Sequence) -> int:
-        position, window = sequence.length, sequence.opened.cache_window
-        start = max(0, position - window + 1) if window else 0
-        total = 0
-        for index in range(start // PAGE_TOKENS, -(-position // PAGE_TOKENS)):
-            low, high = max(start - index * PAGE_TOKENS, 0), min(position - index * PAGE_TOKENS, PAGE_TOKENS)
-            if low < high:
-                entries = sequence.block_entries(index, self._pages)
-                self._require(len(entries) >= high, f"block {index} holds {len(entries)} tokens, {high} are read")
-                total += sum(entries[low:high])
-        return total
-
-    def _output(self, sequence: _Sequence, entry: int) -> RowOutput:
+    def _output(self, sequence: Sequence, entry: int) -> RowOutput:
         logprobs: list[TokenLogprob] = []
         token = self._sample(sequence, entry, logprobs)
         return RowOutput(sequence.opened.seq, (token,), tuple(logprobs))
 
-    def _sample(self, sequence: _Sequence, entry: int, logprobs: list[TokenLogprob]) -> int:
+    def _sample(self, sequence: Sequence, entry: int, logprobs: list[TokenLogprob]) -> int:
         """The next token after `entry`; its logprob is appended where one was asked for."""
         sampling, vocab_size = sequence.opened.sampling, self._limits.vocab_size
         if sampling is None:
@@ -371,26 +308,15 @@ class FakeEngine:
             logprobs.append(draw_logprob(entry, token, sampling.logprobs, vocab_size))
         return token
 
-    def _entries(self, block: Block) -> list[int]:
-        page = self._pages[block[0]]
-        if page is None:
-            raise PlanViolation(f"page {block[0]} is written after it was released")
-        return page.entries
-
-    def _sequence(self, seq: SequenceId) -> _Sequence:
+    def _sequence(self, seq: SequenceId) -> Sequence:
         sequence = self._sequences.get(seq)
         if sequence is None:
             raise PlanViolation(f"sequence {seq} is not open")
         return sequence
 
-    def _disown(self, block: Block) -> None:
-        for page in block:
-            del self._owner[page]
-            self._pages[page] = None
-
-    def _require_active(self, sequence: _Sequence | None) -> None:
+    def _require_active(self, sequence: Sequence | None) -> None:
         while self._limits.has_active_form and sequence is not None:
-            self._require(sequence.opened.seq in self._active, f"sequence {sequence.opened.seq} is read but not active")
+            require(sequence.opened.seq in self._active, f"sequence {sequence.opened.seq} is read but not active")
             sequence = sequence.parent
 
     def _lose(self, plan: Plan, error: EngineFault) -> None:
@@ -402,12 +328,7 @@ class FakeEngine:
         for seq in lost:
             sequence_lost = self._sequences.pop(seq, None)
             for block in sequence_lost.blocks if sequence_lost is not None else ():
-                self._disown(block)
+                self._pages.disown(block)
         self._has_lost = True
         self._active -= lost
         raise error
-
-    @staticmethod
-    def _require(condition: bool, what: str) -> None:
-        if not condition:
-            raise PlanViolation(what)
