@@ -41,7 +41,7 @@ class SchedulerSettings:
     """How the scheduler shares one engine among many callers."""
 
     max_queue: int = 1024  # requests and builds that may wait; beyond it QueueFull
-    max_prefixes: int = 256  # prefixes with pages in memory; beyond it the least recently used are evicted
+    max_prefixes: int = MOST_PREFIXES  # with pages in memory; beyond it the least recently used are evicted
     pin_fraction: float = 0.5  # of the pages that pinned prefixes and their parents may take
     prefill_share: float = 0.5  # of an engine's max_chunk that a plan prefills while rows decode
     steps_per_plan: int = 8  # decode steps in one plan while nothing waits, at most the engine's max_steps

@@ -54,7 +54,7 @@ SETTING_FLAGS = {
     "listen": "Where to serve; port 0 takes a free one.  [default: 127.0.0.1:50051]",
     "health_listen": "Where to answer health checks; none for nowhere.  [default: 127.0.0.1:50052]",
     "max_queue": "Requests that may wait; beyond it they are refused.  [default: 1024]",
-    "max_prefixes": "Prefixes kept in memory; beyond it the least recently used are evicted.  [default: 256]",
+    "max_prefixes": "Prefixes kept in memory; beyond it the least recently used are evicted.  [default: 2048]",
     "drain_grace_s": "Seconds that running requests get to finish after SIGTERM.  [default: 30]",
     "log_level": "debug, info, warning or error.  [default: info]",
     "log_format": "console for people, json for machines.  [default: console]",
