@@ -1,6 +1,6 @@
 // Decode linears: s[r][n] = Σ_k weight[n][k] · x[r][k] for 1 to 64 rows r, and what each linear's sums become.
 //
-//   linear_qkv       q[r] = rope(s) as half; K = rope(s) and V = s as half into the row's page (qkv.cuh)
+//   linear_qkv       q[r] = rope(s) as half; K = rope(s) and V = s as half into the row's page (qkv.cuh); either alone
 //   linear_gate_up   h[r][c] = silu(s_gate) · s_up as half
 //   linear_partials  partials[blockIdx.y][r][n] = s over this block's parts of K; fold_norm adds them up
 //   linear_logits    logits[r][n] = s

@@ -11,6 +11,7 @@
 //   pool             fp16   [num_pages][2·G·64·D]             pages (attention.cuh)
 //   q                fp16   [T][H·D]
 //   layer, T, H, G, max_layers, max_blocks.   D is 64 or 128; 16-byte alignment.
+//   H = 0: K and V alone, q is not read.  G = 0 with TL_QUERIES_ONLY: q alone, tables and pool are not read.
 //
 // The first blocks are a V head of 64 tokens each: V is transposed through shared memory, and written 8 tokens at a
 // time where 8 rows that begin at a multiple of 8 are neighbours in a page too.  The others turn: a thread takes 8
@@ -23,6 +24,9 @@
 
 #ifndef TL_INTERLEAVED
 #define TL_INTERLEAVED 0
+#endif
+#ifndef TL_QUERIES_ONLY
+#define TL_QUERIES_ONLY 0
 #endif
 
 constexpr int kThreads = 256;
@@ -51,6 +55,7 @@ DEVICE Token read_token(int index, int num_tokens, const i32* token_slot, const 
   const int slot = index < num_tokens ? token_slot[index] : -1;
   if (slot < 0) return {index, -1, -1};
   const int position = token_position[index];
+  if constexpr (TL_QUERIES_ONLY) return {index, position, -1};
   return {index, position, tables[(slot * max_layers + layer) * max_blocks + position / kPageTokens]};
 }
 

@@ -24,7 +24,7 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "decode_attention_many": (GQA_64,),
     "prefill_attention": (GQA_64,),
     "prefill_attention_wide": (GQA_64,),
-    "rope": ({"TL_HEAD_DIM": 64, "TL_INTERLEAVED": 1},),
+    "rope": ({"TL_HEAD_DIM": 64, "TL_INTERLEAVED": 1}, {"TL_QUERIES_ONLY": 1}),
     "norm": ({"TL_CHUNKS": 1, "TL_COLUMNS": 1},),
     "linear": (
         {"TL_EPILOGUE": 0, "TL_WARPS_M": 2},

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from emulation.device import EmulatedDevice
-from linear_cases import Case, activations, nan_like
+from linear_cases import Case, activations, nan_like, random_linear
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels import linear
@@ -15,7 +16,7 @@ from tinyloop_service.kernels.cut import PARTS, Cut, Product, choose_cut
 from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.norm import Fold, InjectMode, fold_norm
-from tinyloop_service.kernels.pack import LinearKind, Pairing
+from tinyloop_service.kernels.pack import LinearKind, Pairing, pack_linear
 from tinyloop_service.kernels.references import linear as reference
 from tinyloop_service.kernels.references.norm import sum_tree
 
@@ -91,13 +92,13 @@ class Pages:
     def run(
         self, device: Device, case: Case, y: Array | Fold, num_kv_heads: int, cut: linear.AnyCut | None = None
     ) -> tuple[Host, Host]:
-        """q and the pool, as the kernel leaves them."""
+        """q and the pool, as the kernel leaves them; of K and V alone there is no q."""
         upload = device.upload
-        pool, q = upload(self.pool), upload(self.q)
+        pool, q = upload(self.pool), upload(self.q) if self.q.size else None
         paging = upload(self.position), upload(self.row_slot), upload(self.tables), 1, pool
         angles = upload(self.cos), upload(self.sin)
         linear.linear_qkv(device, case.packed, y, *paging, *angles, q, num_kv_heads=num_kv_heads, cut=cut)
-        return device.download(q), device.download(pool)
+        return self.q if q is None else device.download(q), device.download(pool)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +126,29 @@ def test_qkv(device: Device, heads: int, kv_heads: int, head_dim: int, pairing: 
         np.testing.assert_array_equal(~np.isnan(result), written, f"{name}: written elsewhere")
         error = np.abs(result[written].astype(np.float32) - expected[written])
         assert (error <= slack + 2.1 * HALF_ULP * np.abs(expected[written].astype(np.float32))).all(), name
+
+
+@pytest.mark.parametrize(("group", "rows", "pairing"), [(128, 3, "half"), (32, 19, "interleaved"), (0, 9, "half")])
+def test_q_and_k_v_apart_have_the_bits_of_one_linear(device: Device, group: int, rows: int, pairing: Pairing) -> None:
+    heads, kv_heads, num_rows = 3, 2, (3 * 64, 2 * 64, 2 * 64)
+    linears = [random_linear(n, 256, group, seed) for seed, n in enumerate(num_rows)]
+    whole, q_alone, kv_alone = (
+        pack_linear(device, part, kind="qkv", head_dim=64, pairing=pairing)
+        for part in (linears, linears[:1], linears[1:])
+    )
+    pages, y = Pages(rows, heads, kv_heads, 64), device.upload(activations(rows, 256))
+    pages.position[1] = pages.row_slot[2] = -1
+    paged = *map(device.upload, (pages.position, pages.row_slot, pages.tables)), 1
+    angles = device.upload(pages.cos), device.upload(pages.sin)
+    pools = [device.upload(pages.pool) for _ in range(3)]
+    together, apart = device.upload(pages.q), device.upload(pages.q)
+    linear_qkv = partial(linear.linear_qkv, device)
+    linear_qkv(whole, y, *paged, pools[0], *angles, together, num_kv_heads=kv_heads)
+    linear_qkv(q_alone, y, *paged, pools[1], *angles, apart, num_kv_heads=0)
+    linear_qkv(kv_alone, y, *paged, pools[2], *angles, None, num_kv_heads=kv_heads)
+    np.testing.assert_array_equal(device.download(apart), device.download(together))
+    np.testing.assert_array_equal(device.download(pools[1]), pages.pool, "q alone wrote to a page")
+    np.testing.assert_array_equal(device.download(pools[2]), device.download(pools[0]))
 
 
 CUTS: dict[LinearKind, list[tuple[Cut, int]]] = {  # and the rows that it takes of the batch below
@@ -238,9 +262,10 @@ def test_pages_and_logits_of_a_folded_input(device: Device) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_pages_do_not_depend_on_shared_memory(device: Device) -> None:
-    case = Case.make(device, "qkv", (128, 64, 64), 512, 128, head_dim=64)
-    y, pages = device.upload(activations(19, 512)), Pages(19, 2, 1, 64)
+@pytest.mark.parametrize("heads", [2, 0])
+def test_pages_do_not_depend_on_shared_memory(device: Device, heads: int) -> None:
+    case = Case.make(device, "qkv", (128, 64, 64)[0 if heads else 1 :], 512, 128, head_dim=64)
+    y, pages = device.upload(activations(19, 512)), Pages(19, heads, 1, 64)
     whole = pages.run(device, case, y, 1)
     small = EmulatedDevice(max_shared_bytes=48 * 1024)
     if device.name == "emulated":

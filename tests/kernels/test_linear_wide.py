@@ -89,12 +89,18 @@ def test_gate_up(device: Device, group: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "pairing", "rows"), [(2, 1, 64, "half", 19), (1, 1, 32, "interleaved", 43)]
+    ("heads", "kv_heads", "head_dim", "pairing", "rows"),
+    [
+        (2, 1, 64, "half", 19),
+        (1, 1, 32, "interleaved", 43),
+        (3, 0, 64, "half", 12),  # q alone
+        (0, 2, 64, "half", 12),  # K and V alone
+    ],
 )
 def test_qkv(device: Device, heads: int, kv_heads: int, head_dim: int, pairing: Pairing, rows: int) -> None:
-    num_rows = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    num_rows = tuple(n * head_dim for n in (heads, kv_heads, kv_heads) if n)
     case = Case.make(device, "qkv", num_rows, 1024, 128, head_dim=head_dim, pairing=pairing)
-    y, pages = device.upload(activations(rows, 1024)), Pages(rows, heads, kv_heads, head_dim)
+    y, pages = device.upload(activations(rows, 1024)), Pages(rows, heads, max(1, kv_heads), head_dim)
     pages.position[3] = pages.row_slot[5] = -1  # either mark makes a padding row
     wide = pages.run(device, case, y, kv_heads, WideCut(2, 2, 4, depth=2, grid_outputs=2))
     for one, other in zip(wide, pages.run(device, case, y, kv_heads, narrow(device, case, rows)), strict=True):

@@ -45,6 +45,18 @@ def test_qkv_tiles_keep_rope_pairs_together(device: Device, pairing: pack.Pairin
     np.testing.assert_array_equal(values, np.arange(192, 256))
 
 
+def test_q_alone_and_k_v_alone_are_the_tiles_of_all_three(device: Device) -> None:
+    """Heads are whole tiles, and values come last."""
+    linears = [int4_linear(rows, 64, 32, seed) for seed, rows in enumerate((128, 64, 64))]
+    whole, q, kv = (
+        pack.pack_linear(device, part, kind="qkv", head_dim=64) for part in (linears, linears[:1], linears[1:])
+    )
+    assert (q.num_outputs, kv.num_outputs) == (128, 128)
+    for name in ("weights", "scales"):
+        parts = [device.download(getattr(packed, name)) for packed in (q, kv)]
+        np.testing.assert_array_equal(np.concatenate(parts), device.download(getattr(whole, name)), name)
+
+
 def test_fp16_tiles_of_gate_and_up_channel_by_channel(device: Device) -> None:
     gate, up = fp16_linear(24, 128, 1), fp16_linear(24, 128, 2)
     packed = pack.pack_linear(device, [gate, up], kind="gate_up")
@@ -78,7 +90,8 @@ def test_refusals_name_what_is_wrong(device: Device) -> None:
             pack.pack_linear(device, linears, kind=kind, head_dim=head_dim)
 
     int4, fp16 = int4_linear(64, 128, 128, 0), fp16_linear(64, 128, 0)
-    refused("2 linears, expected 3 for qkv", [int4, int4], "qkv", 64)
+    refused("4 linears, expected q, k, v or k, v or q for qkv", [int4] * 4, "qkv", 64)
+    refused("1 linears, expected gate, up for gate_up", [int4], "gate_up")
     refused("INT4 and fp16 linears side by side", [int4, fp16], "gate_up")
     refused("expected one K", [fp16, fp16_linear(64, 64, 0)], "gate_up")
     refused("K is 96, expected a multiple of 64", [fp16_linear(64, 96, 0)], "o")

@@ -15,7 +15,7 @@ from tinyloop_service.engine.spec import SIZES
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.references import rope as reference
-from tinyloop_service.kernels.rope import PAIRINGS, Pairing, rope
+from tinyloop_service.kernels.rope import PAIRINGS, Pairing, rope, rope_keys_values, rope_queries
 
 Array = NDArray[Any]
 
@@ -128,3 +128,51 @@ def test_refusals(device: Device) -> None:
     qkv, slots, positions = some_tokens(4, 2, 64)
     with pytest.raises(KernelArgumentError, match=r"pool is \(12, 8192\), expected"):
         run(device, qkv, slots, positions, empty_pool(1, 64), 4, 2, "half")
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (5, 5, 128)])
+def test_queries_and_keys_and_values_apart_have_the_bits_of_all_together(
+    device: Device, heads: int, kv_heads: int, head_dim: int, pairing: Pairing
+) -> None:
+    """Out of products of their own; of NaN pages and q, so that nothing else is written."""
+    qkv, slots, positions = some_tokens(heads, kv_heads, head_dim)
+    together, pool = run(device, qkv, slots, positions, empty_pool(kv_heads, head_dim), heads, kv_heads, pairing)
+    parts = (np.ascontiguousarray(part) for part in np.split(qkv, [heads * head_dim], axis=1))
+    q_in, kv = map(device.upload, parts)
+    tokens = device.upload(slots.astype(np.int32)), device.upload(positions.astype(np.int32))
+    turning = *tokens, *map(device.upload, angles(head_dim))
+    q = device.upload(np.zeros_like(together))
+    rope_queries(device, q_in, *turning, q, pairing=pairing)
+    np.testing.assert_array_equal(device.download(q), together)
+    apart = device.upload(empty_pool(kv_heads, head_dim))
+    tables = device.upload(page_tables())
+    rope_keys_values(device, kv, *turning, tables, LAYER, apart, num_kv_heads=kv_heads, pairing=pairing)
+    np.testing.assert_array_equal(device.download(apart), pool)
+
+
+def test_parts_against_their_references(device: Device) -> None:
+    heads, kv_heads, head_dim = 3, 1, 64
+    qkv, slots, positions = some_tokens(heads, kv_heads, head_dim)
+    q_in, kv = (np.ascontiguousarray(part) for part in np.split(qkv, [heads * head_dim], axis=1))
+    turning = slots.astype(np.int32), positions.astype(np.int32), *angles(head_dim)
+    q, pool = np.full_like(q_in, np.nan), empty_pool(kv_heads, head_dim)
+    there, pages = device.upload(q), device.upload(pool)
+    rope_queries(device, device.upload(q_in), *map(device.upload, turning), there, pairing="half")
+    reference.rope_queries(q_in, *turning, q, pairing="half")
+    np.testing.assert_array_equal(device.download(there), q)
+    paged = *map(device.upload, (kv, *turning, page_tables())), LAYER, pages
+    rope_keys_values(device, *paged, num_kv_heads=kv_heads, pairing="half")
+    reference.rope_keys_values(kv, *turning, page_tables(), LAYER, pool, num_kv_heads=kv_heads, pairing="half")
+    np.testing.assert_array_equal(device.download(pages), pool)
+
+
+def test_refusals_of_parts(device: Device) -> None:
+    tokens, cos = device.zeros(3, np.int32), device.zeros((64, 16), np.float32)
+    q, pool = device.zeros((3, 64), np.float16), device.zeros((1, 2 * PAGE * 32), np.float16)
+    with pytest.raises(KernelArgumentError, match="rope_queries: head_dim is 32, expected 64 or 128"):
+        rope_queries(device, q, tokens, tokens, cos, cos, q, pairing="half")
+    tables, cos = device.zeros((1, 2, 1), np.int32), device.zeros((64, 32), np.float32)
+    pool, kv = device.zeros((1, 2 * PAGE * 64), np.float16), device.zeros((3, 128), np.float16)
+    with pytest.raises(KernelArgumentError, match="rope_keys_values: layer is 2, the tables have 2"):
+        rope_keys_values(device, kv, tokens, tokens, cos, cos, tables, 2, pool, num_kv_heads=1, pairing="half")

@@ -42,7 +42,7 @@ def linear_qkv(
     pool: Array,
     cos: Array,
     sin: Array,
-    q: Array,
+    q: Array | None,
     *,
     num_kv_heads: int,
     cut: AnyCut | None = None,
@@ -51,18 +51,21 @@ def linear_qkv(
 ) -> None:
     """q = rope(Wq·y); rope(Wk·y) and Wv·y go to page tables[slot, layer, position / 64], all rounded to fp16.
 
+    Of q alone num_kv_heads is 0: no page is written, but rows without one are left out all the same.
+
     y          float16 [R, K], or the stream to make it of
     position   int32 [R]         absolute; −1: a padding row, for which nothing is written
     row_slot   int32 [R]         −1: likewise
     tables     int32 [slots, max_layers, max_blocks]
     pool       float16 [pages, 2·G·64·D]    G = num_kv_heads
     cos, sin   float32 [max_seq_len, D/2]
-    q          float16 [R, H·D]
+    q          float16 [R, H·D]; None of k and v alone
     """
     if cut is None and not columns and not isinstance(y, Fold) and (half := _split(device, packed, int(y.shape[0]))):
         for rows in (slice(0, half), slice(half, None)):
-            inputs = y[rows], position[rows], row_slot[rows], tables, layer, pool, cos, sin, q[rows]
-            linear_qkv(device, packed, *inputs, num_kv_heads=num_kv_heads, dependent=dependent)
+            inputs = y[rows], position[rows], row_slot[rows], tables, layer, pool, cos, sin
+            part = None if q is None else q[rows]
+            linear_qkv(device, packed, *inputs, part, num_kv_heads=num_kv_heads, dependent=dependent)
         return
     source = _Input.of("linear_qkv", y, columns)
     sizes = match(
@@ -77,8 +80,9 @@ def linear_qkv(
         q=(q, "float16", "R, Q"),
     )
     head_dim = 2 * sizes["F"]
-    _require("linear_qkv", "columns of q", sizes["Q"], packed.num_outputs - 2 * num_kv_heads * head_dim)
-    _require("linear_qkv", "elements of a page", sizes["E"], 2 * num_kv_heads * PAGE_TOKENS * head_dim)
+    _require("linear_qkv", "columns of q", sizes.setdefault("Q", 0), packed.num_outputs - 2 * num_kv_heads * head_dim)
+    if num_kv_heads:
+        _require("linear_qkv", "elements of a page", sizes["E"], 2 * num_kv_heads * PAGE_TOKENS * head_dim)
     if not 0 <= layer < sizes["L"]:
         raise KernelArgumentError(f"linear_qkv: layer is {layer}, the tables have {sizes['L']}")
     paging = (position, row_slot, tables, np.int32(layer), np.int32(sizes["L"]), np.int32(sizes["B"]), pool)

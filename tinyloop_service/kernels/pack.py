@@ -24,7 +24,13 @@ TILE_ROWS = 16
 BLOCK_INPUTS = 64  # of a tile
 GROUPS = (32, 64, 128)
 _THREADS = 256
-_NUM_LINEARS: dict[LinearKind, int] = {"qkv": 3, "o": 1, "gate_up": 2, "down": 1, "head": 1}
+_LINEARS: dict[LinearKind, tuple[str, ...]] = {
+    "qkv": ("q, k, v", "k, v", "q"),
+    "o": ("o",),
+    "gate_up": ("gate, up",),
+    "down": ("down",),
+    "head": ("head",),
+}
 
 
 @runtime_checkable
@@ -91,12 +97,13 @@ def pack_linear(
     pairing: Pairing = "half",
     keep: bool = True,
 ) -> PackedLinear:
-    """Upload and pack q, k, v ("qkv"), gate, up ("gate_up") or a single linear ("o", "down", "head").
+    """Upload and pack q, k, v, or k, v, or q ("qkv"), gate, up ("gate_up") or a single linear ("o", "down", "head").
 
     head_dim and pairing matter to "qkv" alone.  keep=False for weights that one step reads only once.
     """
-    if len(linears) != _NUM_LINEARS[kind]:
-        raise KernelArgumentError(f"pack_linear: {len(linears)} linears, expected {_NUM_LINEARS[kind]} for {kind}")
+    if len(linears) not in {names.count(",") + 1 for names in _LINEARS[kind]}:
+        expected = " or ".join(_LINEARS[kind])
+        raise KernelArgumentError(f"pack_linear: {len(linears)} linears, expected {expected} for {kind}")
     raw = _join("pack_linear", linears)
     row_of = row_map(kind, [_num_outputs(linear) for linear in linears], head_dim, pairing)
     weights, scales = _pack_int4(device, raw, row_of) if isinstance(raw, _Int4) else _pack_fp16(device, raw, row_of)
@@ -125,7 +132,7 @@ def row_map(kind: LinearKind, num_rows: Sequence[int], head_dim: int, pairing: P
     """
     total = sum(num_rows)
     if kind == "qkv":
-        rotated = total - num_rows[2]
+        rotated = total - (num_rows[-1] if len(num_rows) > 1 else 0)  # q alone has no values
         _require(head_dim > 0 and head_dim % TILE_ROWS == 0, "head_dim", head_dim, f"a multiple of {TILE_ROWS}")
         _require(all(n % head_dim == 0 for n in num_rows), "q, k, v rows", num_rows, f"multiples of {head_dim}")
         heads = np.arange(0, rotated, head_dim)[:, None] + _head_rows(head_dim, pairing)

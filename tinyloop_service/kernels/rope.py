@@ -1,4 +1,6 @@
-"""Prompt tokens' q, K and V out of one product: turns q and K, stores K and V in pages; launches kernels_cu/rope.cu.
+"""Prompt tokens' q, K and V out of products: turns q and K, stores K and V in pages; launches kernels_cu/rope.cu.
+
+All three come out of one product, or q out of one and K and V out of another: the bits are the same.
 
 In: the product's rows and where each token belongs.  Out: `q` and the pages are written on the device's stream.
 Refuses arrays of another shape or type.  Not checked, for that would be a read: that pages, slots and positions exist.
@@ -12,7 +14,7 @@ import numpy as np
 
 from tinyloop_service.kernels.decode_attention import PAGE_TOKENS, check_heads
 from tinyloop_service.kernels.device import Argument, Array, Device
-from tinyloop_service.kernels.match import match
+from tinyloop_service.kernels.match import match, require
 
 Pairing = Literal["half", "interleaved"]
 PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
@@ -60,13 +62,92 @@ def rope(
         q=(q, "float16", "T, H*D"),
     )
     check_heads("rope", sizes, layer)
-    heads = sizes["H"]
-    kernel = device.kernel("rope", "rope", TL_HEAD_DIM=head_dim, TL_INTERLEAVED=PAIRINGS.index(pairing))
-    groups = -(-(heads + num_kv_heads) // _HEADS)
-    turning = sizes["T"] * groups * head_dim // 16  # threads: each turns 8 pairs of a token in a group of heads
-    grid = (-(-sizes["T"] // _TOKENS) * num_kv_heads + -(-turning // _THREADS), 1, 1)
-    arguments: tuple[Argument, ...] = (
-        *(qkv, token_slot, token_position, cos, sin, tables, pool, q),
-        *map(np.int32, (layer, sizes["T"], heads, num_kv_heads, sizes["L"], sizes["B"])),
+    arrays = qkv, token_slot, token_position, cos, sin, tables, pool, q
+    _launch(device, arrays, sizes, layer, pairing, dependent)
+
+
+def rope_queries(
+    device: Device,
+    q_in: Array,
+    token_slot: Array,
+    token_position: Array,
+    cos: Array,
+    sin: Array,
+    q: Array,
+    *,
+    pairing: Pairing,
+    dependent: bool = False,
+) -> None:
+    """q = turned q_in of every token, both float16 [T, H·D]; all else as `rope`, whose bits q has."""
+    sizes = match(
+        "rope_queries",
+        {"D": 2 * cos.shape[-1], "H": q.shape[-1] // (2 * cos.shape[-1])},
+        q_in=(q_in, "float16", "T, H*D"),
+        token_slot=(token_slot, "int32", "T"),
+        token_position=(token_position, "int32", "T"),
+        cos=(cos, "float32", "M, D/2"),
+        sin=(sin, "float32", "M, D/2"),
+        q=(q, "float16", "T, H*D"),
     )
-    device.launch(kernel, grid, _THREADS, arguments, dependent=dependent)
+    _require_head_dim("rope_queries", sizes)
+    arrays = q_in, token_slot, token_position, cos, sin, None, None, q
+    _launch(device, arrays, sizes | {"G": 0, "L": 0, "B": 0}, 0, pairing, dependent)
+
+
+def rope_keys_values(
+    device: Device,
+    kv: Array,
+    token_slot: Array,
+    token_position: Array,
+    cos: Array,
+    sin: Array,
+    tables: Array,
+    layer: int,
+    pool: Array,
+    *,
+    num_kv_heads: int,
+    pairing: Pairing,
+    dependent: bool = False,
+) -> None:
+    """K turned and V as they are, out of kv float16 [T, 2G·D] (K heads, V heads), go to the page; as `rope`."""
+    head_dim = 2 * cos.shape[-1]
+    sizes = match(
+        "rope_keys_values",
+        {"G": num_kv_heads, "D": head_dim, "H": 0},
+        kv=(kv, "float16", "T, 2*G*D"),
+        token_slot=(token_slot, "int32", "T"),
+        token_position=(token_position, "int32", "T"),
+        cos=(cos, "float32", "M, D/2"),
+        sin=(sin, "float32", "M, D/2"),
+        tables=(tables, "int32", "S, L, B"),
+        pool=(pool, "float16", f"P, 2*G*{PAGE_TOKENS}*D"),
+    )
+    _require_head_dim("rope_keys_values", sizes)
+    require("rope_keys_values", 0 <= layer < sizes["L"], f"layer is {layer}, the tables have {sizes['L']}")
+    arrays = kv, token_slot, token_position, cos, sin, tables, pool, None
+    _launch(device, arrays, sizes, layer, pairing, dependent)
+
+
+def _require_head_dim(operation: str, sizes: dict[str, int]) -> None:
+    require(operation, sizes["D"] in (64, 128), f"head_dim is {sizes['D']}, expected 64 or 128")
+
+
+def _launch(
+    device: Device,
+    arrays: tuple[Array | None, ...],
+    sizes: dict[str, int],
+    layer: int,
+    pairing: Pairing,
+    dependent: bool,
+) -> None:
+    """`arrays` as the kernel takes them; sizes T, H, G, D, L and B."""
+    num_tokens, heads, kv_heads, head_dim = (sizes[name] for name in "THGD")
+    defines = {"TL_HEAD_DIM": head_dim, "TL_INTERLEAVED": PAIRINGS.index(pairing)}
+    if kv_heads == 0:
+        defines["TL_QUERIES_ONLY"] = 1
+    groups = -(-(heads + kv_heads) // _HEADS)
+    turning = num_tokens * groups * head_dim // 16  # threads: each turns 8 pairs of a token in a group of heads
+    grid = (-(-num_tokens // _TOKENS) * kv_heads + -(-turning // _THREADS), 1, 1)
+    scalars = (layer, num_tokens, heads, kv_heads, sizes["L"], sizes["B"])
+    arguments: tuple[Argument, ...] = (*arrays, *map(np.int32, scalars))
+    device.launch(device.kernel("rope", "rope", **defines), grid, _THREADS, arguments, dependent=dependent)

@@ -27,19 +27,22 @@ def linear_qkv(
     pool: Array,
     cos: Array,
     sin: Array,
-    q: Array,
+    q: Array | None,
     *,
     num_kv_heads: int,
     pairing: Pairing = "half",
 ) -> None:
-    """Writes q and the pages of rows that are not padding."""
+    """Writes q and the pages of rows that are not padding; of q alone (no K/V heads) or K and V alone (no q) that."""
     head_dim = 2 * cos.shape[1]
     heads = product(weight, y).reshape(len(y), -1, head_dim)  # (R, H + 2G, D)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     for row in np.flatnonzero((position >= 0) & (row_slot >= 0)):
         at = position[row]
         turned = turn(heads[row, : num_heads + num_kv_heads], cos[at], sin[at], pairing).astype(np.float16)
-        q[row] = turned[:num_heads].ravel()
+        if q is not None:
+            q[row] = turned[:num_heads].ravel()
+        if not num_kv_heads:
+            continue
         keys, values = page_views(pool[tables[row_slot[row], layer, at // PAGE_TOKENS]], num_kv_heads)
         keys[:, at % PAGE_TOKENS] = turned[num_heads:]
         values[:, :, at % PAGE_TOKENS] = heads[row, num_heads + num_kv_heads :].astype(np.float16)

@@ -43,6 +43,34 @@ def rope(
         values[:, :, position % PAGE_TOKENS] = heads[-num_kv_heads:]
 
 
+def rope_queries(
+    q_in: Array, token_slot: Array, token_position: Array, cos: Array, sin: Array, q: Array, *, pairing: str
+) -> None:
+    """Writes q.  Tokens with a negative slot are left out."""
+    for token in np.flatnonzero(token_slot >= 0):
+        heads = q_in[token].reshape(-1, 2 * cos.shape[1]).astype(np.float32)
+        q[token] = _turn(heads, cos[token_position[token]], sin[token_position[token]], pairing).ravel()
+
+
+def rope_keys_values(
+    kv: Array,
+    token_slot: Array,
+    token_position: Array,
+    cos: Array,
+    sin: Array,
+    tables: Array,
+    layer: int,
+    pool: Array,
+    *,
+    num_kv_heads: int,
+    pairing: str,
+) -> None:
+    """Writes the tokens' K and V to their pages: `rope` without a q head."""
+    q = np.empty((len(kv), 0), np.float16)
+    arguments = kv, token_slot, token_position, cos, sin, tables, layer, pool, q
+    rope(*arguments, num_kv_heads=num_kv_heads, pairing=pairing)
+
+
 def _turn(x: Array, cos: Array, sin: Array, pairing: str) -> Array:
     """x [heads, D], cos and sin [D/2] → float16 [heads, D]."""
     half = x.shape[1] // 2
