@@ -20,6 +20,8 @@ from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.flight import Flight, PendingStep
 from tinyloop_service.engine.cuda.machine import Machine
 from tinyloop_service.engine.cuda.memory import MOST_SLOTS, Arena, Budget, max_blocks, page_bytes
+from tinyloop_service.engine.cuda.products import FIXED_ROWS, Products
+from tinyloop_service.engine.cuda.projection import Direct
 from tinyloop_service.engine.cuda.prompt import PromptPass
 from tinyloop_service.engine.cuda.selfcheck import check_products, check_rows
 from tinyloop_service.engine.cuda.sequences import SequenceTable
@@ -73,8 +75,12 @@ class CudaEngine:
         slots = min(MOST_SLOTS, 2 * MAX_ROWS + budget.free // (page_bytes(spec) * spec.cache_layers(1)))
         arena = Arena(device, spec, slots)
         sampler = SamplerTables(device, slots, spec.vocab_size, row_counts[-1])
-        decoder = Decoder(device, model, arena, sampler, row_counts=row_counts, max_steps=MAX_STEPS)
-        prompt = PromptPass(device, model, arena, max_tokens=max_chunk, max_last=row_counts[-1])
+        products, max_rows = Products(device), -(-max_chunk // FIXED_ROWS) * FIXED_ROWS
+        projection = Direct(device, model, arena, products, max_rows)
+        decoder = Decoder(device, model, arena, sampler, projection, row_counts=row_counts, max_steps=MAX_STEPS)
+        prompt = PromptPass(
+            device, model, arena, products, projection, max_rows=max_rows, max_last=row_counts[-1]
+        )  # fmt: skip
         self._table = SequenceTable(slots, spec.cache_layers(spec.max_loops), max_blocks(spec))
         self._planner: Planner | None = Planner(self._table, arena, sampler, decoder, prompt, debug=debug)
         self._machine: Machine | None = Machine(device, spec, arena, sampler, decoder, prompt)

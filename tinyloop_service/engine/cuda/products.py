@@ -16,8 +16,7 @@ from typing import Literal
 
 from tinyloop_service.kernels.device import Array, Device
 
-ProductKind = Literal["qkv", "o", "gate_up", "down"]
-PRODUCT_KINDS: tuple[ProductKind, ...] = ("qkv", "o", "gate_up", "down")
+ProductKind = Literal["qkv", "q", "kv", "o", "gate_up", "down"]
 ROW_MULTIPLE = 64  # of passes
 FIXED_ROWS = 256  # of a tile; buffers are a multiple of it
 _MOST_LEAST_ROWS = 512  # more would cost short passes more than tiles cost long ones
@@ -28,7 +27,7 @@ class Products:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._least: dict[ProductKind, int] = dict.fromkeys(PRODUCT_KINDS, ROW_MULTIPLE)
+        self._least: dict[ProductKind, int] = {}
         self._in_tiles: set[ProductKind] = set()
 
     def set_least(self, kind: ProductKind, rows: int) -> None:
@@ -45,7 +44,7 @@ class Products:
         x fp16 [max_rows, K], weight fp16 [N, K], out fp16 or fp32 [max_rows, N]; max_rows a multiple of FIXED_ROWS.
         """
         if kind not in self._in_tiles:
-            rows = max(rows, self._least[kind])
+            rows = max(rows, self._least.get(kind, 0))
             self._device.gemm(x[:rows], weight, out[:rows], accumulate=accumulate)
             return
         for first in range(0, rows, FIXED_ROWS):

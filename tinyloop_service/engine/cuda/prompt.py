@@ -1,6 +1,7 @@
 """Prompt tokens: any mix of chunks of one depth as one matrix through the schedule, with fp16 products by cuBLAS.
 
-    embed → per layer: fold_norm, qkv, rope into pages, prefill_attention, o, fold_norm, gate|up, swiglu, down
+    embed → per layer: fold_norm, q, K and V into pages (`projection.py`), prefill_attention, o,
+                       fold_norm, gate|up, swiglu, down
 
 The residual stream is fp32, and products of o and down are added to it in place ("sandwich": they come apart, for they
 go through a norm of their own).  Rows are padded to a multiple of 64.  How many rows cuBLAS is given, so that a row's
@@ -24,14 +25,14 @@ import numpy as np
 
 from tinyloop_service.engine.cuda.batch import TILE_TOKENS
 from tinyloop_service.engine.cuda.memory import Arena
-from tinyloop_service.engine.cuda.products import FIXED_ROWS, ROW_MULTIPLE, ProductKind, Products
+from tinyloop_service.engine.cuda.products import ROW_MULTIPLE, ProductKind, Products
+from tinyloop_service.engine.cuda.projection import Projection, Tokens
 from tinyloop_service.engine.cuda.schedule import Layer, Schedule, Step
-from tinyloop_service.engine.cuda.weights import DeviceModel
+from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
 from tinyloop_service.kernels.device import Array, Device, Graph
 from tinyloop_service.kernels.embed import embed_prompt, gather_rows
 from tinyloop_service.kernels.norm import fold_norm
 from tinyloop_service.kernels.prefill_attention import prefill_attention
-from tinyloop_service.kernels.rope import rope
 from tinyloop_service.kernels.swiglu import swiglu
 
 _MOST_GRAPHS = 128
@@ -54,20 +55,29 @@ class PassShape:
 @dataclass(frozen=True, slots=True)
 class _Tables:
     ids: Array  # int32 [rows]
-    slots: Array
-    positions: Array
+    tokens: Tokens
     tiles: Array  # int32 [tiles, 6]
 
 
 class PromptPass:
-    """Buffers for at most `max_tokens` rows."""
+    """Buffers for at most `max_rows` rows."""
 
-    def __init__(self, device: Device, model: DeviceModel, arena: Arena, *, max_tokens: int, max_last: int) -> None:
-        """max_last: most rows of a pass whose output is wanted at once."""
-        spec, rows = model.spec, -(-max_tokens // FIXED_ROWS) * FIXED_ROWS
-        self._device, self._model, self._arena = device, model, arena
-        self.max_rows = rows
-        self.products = Products(device)
+    def __init__(
+        self,
+        device: Device,
+        model: DeviceModel,
+        arena: Arena,
+        products: Products,
+        projection: Projection,
+        *,
+        max_rows: int,
+        max_last: int,
+    ) -> None:
+        """max_rows: a multiple of FIXED_ROWS, `projection`'s too.  max_last: most rows of a pass whose output is wanted
+        at once."""
+        spec, rows = model.spec, max_rows
+        self._device, self._model, self._arena, self._projection = device, model, arena, projection
+        self.max_rows, self.products = rows, products
         self._uses: Counter[PassShape] = Counter()
         self._graphs: dict[PassShape, Graph] = {}
         self.tables: Array = device.zeros((9 * rows,), np.int32)
@@ -76,7 +86,6 @@ class PromptPass:
         sandwich = spec.norm_placement == "sandwich"
         self._apart = device.zeros((rows, spec.d_model), np.float32) if sandwich else None
         self._y = device.zeros((rows, spec.d_model), np.float16)
-        self._qkv = device.zeros((rows, spec.q_dim + 2 * spec.kv_dim), np.float16)
         self._q = device.zeros((rows, spec.q_dim), np.float16)
         self._a = device.zeros((rows, spec.q_dim), np.float16)
         self._gate_up = device.zeros((rows, 2 * spec.d_ff), np.float16)
@@ -149,30 +158,37 @@ class PromptPass:
             loop_gain=final.loop,
         )  # fmt: skip
 
+    @property
+    def kinds(self) -> tuple[ProductKind, ...]:
+        """The products of a layer."""
+        return (*self._projection.products, "o", "gate_up", "down")
+
+    def weight(self, kind: ProductKind, block: DeviceBlock) -> Array:
+        """Of a product, fp16 [outputs, inputs]."""
+        if kind in self._projection.products:
+            return self._projection.weight(kind, block)
+        return {"o": block.o, "gate_up": block.gate_up, "down": block.down}[kind].dense
+
     def target(self, kind: ProductKind) -> tuple[Array, bool]:
         """Where a product goes, [max_rows, outputs], and whether it is added to what is there."""
-        if kind == "qkv":
-            return self._qkv, False
+        if kind in self._projection.products:
+            return self._projection.products[kind], False
         if kind == "gate_up":
             return self._gate_up, False
         return (self._x, True) if self._apart is None else (self._apart, False)
 
     def _cut(self, shape: PassShape) -> _Tables:
         ids, slots, positions = (self.tables[i * shape.rows : (i + 1) * shape.rows] for i in range(3))
-        return _Tables(ids, slots, positions, self.tables[3 * shape.rows : shape.words].reshape(shape.tiles, 6))
+        tiles = self.tables[3 * shape.rows : shape.words].reshape(shape.tiles, 6)
+        return _Tables(ids, Tokens(slots, positions), tiles)
 
     def _attend(self, rows: int, tables: _Tables, layer: Layer) -> None:
-        spec, arena = self._model.spec, self._arena
-        q = self._q[:rows]
-        self.products.multiply("qkv", self._y, layer.block.qkv.dense, self._qkv, rows)
-        rope(
-            self._device, self._qkv[:rows], tables.slots, tables.positions, self._model.cos, self._model.sin,
-            arena.tables, layer.index, arena.pool, q, num_kv_heads=spec.n_kv_heads, pairing=spec.rope_pairing,
-        )  # fmt: skip
+        spec, arena, tokens, q = self._model.spec, self._arena, tables.tokens, self._q[:rows]
+        self._projection.prompt(layer, self._x, self._y, tokens, q)
         prefill_attention(
             self._device, q, arena.pool, arena.tables, layer.index, tables.tiles, self._a[:rows],
-            num_heads=spec.n_heads, num_kv_heads=spec.n_kv_heads, token_slot=tables.slots,
-            token_position=tables.positions,
+            num_heads=spec.n_heads, num_kv_heads=spec.n_kv_heads, token_slot=tokens.slots,
+            token_position=tokens.positions,
         )  # fmt: skip
 
     def _join(self, kind: ProductKind, inputs: Array, weight: Array, rows: int) -> Array | None:

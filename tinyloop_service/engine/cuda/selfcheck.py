@@ -16,13 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Block, Clone, Extend, Limits, Open, Plan, Prefill, StepResult
-from tinyloop_service.engine.cuda.products import (
-    FIXED_ROWS,
-    PRODUCT_KINDS,
-    ROW_MULTIPLE,
-    ProductKind,
-    least_rows,
-)
+from tinyloop_service.engine.cuda.products import FIXED_ROWS, ROW_MULTIPLE, ProductKind, least_rows
 from tinyloop_service.engine.cuda.prompt import PromptPass
 from tinyloop_service.engine.cuda.schedule import Schedule
 from tinyloop_service.errors import EngineFault
@@ -45,10 +39,9 @@ class Engine(Protocol):
 def check_products(device: Device, prompt: PromptPass, schedule: Schedule) -> None:
     """Finds how many rows each product is given at least; raises EngineFault."""
     block = schedule.layers[0].block
-    weights = {"qkv": block.qkv, "o": block.o, "gate_up": block.gate_up, "down": block.down}
     counts = range(ROW_MULTIPLE, prompt.max_rows + 1, ROW_MULTIPLE)
-    for kind in PRODUCT_KINDS:
-        trial = _Trial(device, prompt, kind, weights[kind].dense)
+    for kind in prompt.kinds:
+        trial = _Trial(device, prompt, kind, prompt.weight(kind, block))
         least = least_rows({rows: trial.bits(rows) for rows in counts})
         if least is not None:
             prompt.products.set_least(kind, least)
@@ -106,7 +99,12 @@ class _RowCheck:
         self.known: dict[int, object] = {}
 
     def has_pages(self, rows: int) -> bool:
-        return (self._shared + 1 + rows * self._own) * self._layers <= self._engine.limits.num_pages
+        """For the prefix and so many rows, in the form that is read too, where that is another one."""
+        limits, end = self._engine.limits, self._length + _STEPS + 2
+        stored = (self._shared + 1 + rows * self._own) * self._layers
+        active = limits.active_pages(0, self._length, self._loops)
+        active += rows * limits.active_pages(self._length, end, self._loops)
+        return stored + active <= limits.num_pages
 
     def build_prefix(self) -> None:
         self._engine.step(
