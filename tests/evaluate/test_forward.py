@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from small_models import SPECS, model
 
+from tinyloop_service.engine import trajectory
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.engine.weights import ModelWeights
-from tinyloop_service.evaluate import forward as module
-from tinyloop_service.evaluate.forward import DenseModel, ModelForward, Rounding
+from tinyloop_service.evaluate.rounding import DenseModel, ModelForward, Rounding
 from tinyloop_service.types import CacheMode
 
 TOKENS = np.random.default_rng(5).integers(0, 256, 37)
@@ -29,7 +29,7 @@ INT8 = Rounding(activations="int8")
 @pytest.fixture(autouse=True)
 def several_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """37 tokens: four whole blocks and a part of one."""
-    monkeypatch.setattr(module, "QUERIES", 8)
+    monkeypatch.setattr(trajectory, "QUERIES", 8)
 
 
 def forward(weights: ModelWeights, rounding: Rounding = PLAIN) -> ModelForward:

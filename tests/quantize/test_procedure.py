@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.engine.spec import Quant
 from tinyloop_service.engine.tensors import BLOCK_LINEARS, Fp16Linear, Int4Linear, ModelWeights, quantize_rtn
+from tinyloop_service.engine.trajectory import INPUT_GROUPS
 from tinyloop_service.engine.weights import random_model
 from tinyloop_service.errors import InvalidArgument, ModelFileError
 from tinyloop_service.quantize import procedure
@@ -20,7 +21,6 @@ from tinyloop_service.quantize.arrays import open_arrays
 from tinyloop_service.quantize.gptq import Curvature, Rounded, prepare, quantize_gptq
 from tinyloop_service.quantize.procedure import Quantized, Recipe, Unit, quantize_with_gptq, round_to_nearest, units
 from tinyloop_service.quantize.record import quantized_model
-from tinyloop_service.quantize.trajectory import INPUT_GROUPS
 
 RECIPE = Recipe(group_size=32, depth_weights=(1.0, 1.0, 1.0))
 LENGTHS = (40, 40, 40, 24)  # two batches: windows of a batch are of one length

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from tinyloop_service.engine.cache_modes import H_MODES, decode, encode
 from tinyloop_service.engine.noise import uniform
+from tinyloop_service.engine.rope import angles, turn
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import BlockWeights, Int4Linear, Linear, ModelWeights
 from tinyloop_service.types import CacheMode, Sampling, TokenLogprob
@@ -217,17 +218,7 @@ def visible(positions: Array, num_keys: int, window: int) -> NDArray[np.bool_]:
 
 def rope(x: Array, positions: Array, spec: ModelSpec) -> Array:
     """Turn pair i of every head by position · theta^(−2i/D).  x: (heads, T, D)."""
-    half = spec.head_dim // 2
-    frequencies = spec.rope_theta ** (-2.0 * np.arange(half) / spec.head_dim)
-    angle = positions[:, None] * frequencies  # (T, D/2), float64
-    cos, sin = np.cos(angle).astype(x.dtype), np.sin(angle).astype(x.dtype)
-    if spec.rope_pairing == "half":
-        a, b = slice(0, half), slice(half, None)
-    else:
-        a, b = slice(0, None, 2), slice(1, None, 2)
-    turned = np.empty_like(x)
-    turned[..., a] = x[..., a] * cos - x[..., b] * sin
-    turned[..., b] = x[..., b] * cos + x[..., a] * sin
+    turned: Array = turn(x, *angles(positions, spec, x.dtype), spec)
     return turned
 
 

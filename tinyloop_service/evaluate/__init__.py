@@ -5,7 +5,7 @@ about engines: every row is the same float32 NumPy forward with one thing change
 of activations, or what a cache mode stores; so a row says what that one thing costs.
 
     windows    a text as windows of tokens             score    nats → bits per byte, agreement, distance of states
-    forward    states of every loop from one pass      run      which rows there are; every window through every row
+    rounding   a model with one rounding, per window   run      which rows there are; every window through every row
     report     tables and JSON                         plot     the picture (matplotlib, the extra `plot`)
 """
 

@@ -29,7 +29,7 @@ from tinyloop_service.engine.cache_modes import check_mode
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.errors import InvalidArgument
-from tinyloop_service.evaluate.forward import DenseModel, ModelForward, Rounding
+from tinyloop_service.evaluate.rounding import DenseModel, ModelForward, Rounding
 from tinyloop_service.evaluate.score import Forward, Quality, Sums, measure_quality, score_window, sum_up
 from tinyloop_service.evaluate.windows import NamedText, Span, Window, cut_windows
 from tinyloop_service.text import Tokenizer

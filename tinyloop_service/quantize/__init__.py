@@ -3,8 +3,8 @@ conversion of GPTQ tensors made elsewhere.
 
     arrays        NumPy or CuPy                          gptq         one linear: weights, Hessian → INT4
     calibration   a file → windows of tokens             procedure    unit by unit, pass by pass
-    trajectory    windows → the inputs of linears        record       what the file says of it
-    hessians      inputs → Hessians                      foreign      qweight, qzeros, scales, g_idx → INT4
+    hessians      inputs of linears → Hessians           record       what the file says of it
+    foreign       qweight, qzeros, scales, g_idx → INT4
 
 Knows model files and tokenizers; refuses to know engines, servers and terminals.
 """

@@ -11,25 +11,21 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tinyloop_service.engine.trajectory import Array, Tap
 from tinyloop_service.quantize.arrays import Arrays
-from tinyloop_service.quantize.trajectory import Array, Collect
 
 Key = tuple[int, str]  # index of a block in its unit, name of an input group
 
 
 @dataclass(frozen=True, slots=True)
 class Hessians:
-    """`collector(w)` makes what a trajectory hands its inputs to, each product counted w times."""
+    """`collector(w)` is the tap that adds what a trajectory's linears read, each product counted w times."""
 
     arrays: Arrays
     _sums: dict[Key, Array] = field(default_factory=dict)
 
-    def collector(self, weight: float) -> Collect:
-        def collect(index: int, group: str, inputs: Array) -> None:
-            if weight:
-                self.add((index, group), inputs, weight)
-
-        return collect
+    def collector(self, weight: float) -> Tap:
+        return _Collector(self, weight)
 
     def add(self, key: Key, inputs: Array, weight: float = 1.0) -> None:
         """inputs: (tokens, in)."""
@@ -42,3 +38,14 @@ class Hessians:
     def take(self, key: Key) -> NDArray[np.float64]:
         """(in, in), on the host; gone from here, so that one at a time is held twice."""
         return self.arrays.to_host(self._sums.pop(key))
+
+
+@dataclass(frozen=True, slots=True)
+class _Collector(Tap):
+    hessians: Hessians
+    weight: float
+
+    def reads(self, index: int, group: str, x: Array) -> Array:
+        if self.weight:
+            self.hessians.add((index, group), x, self.weight)
+        return x

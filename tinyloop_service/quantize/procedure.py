@@ -16,6 +16,7 @@ d_model · 4 bytes), the Hessians of one unit, one batch of activations.  Refuse
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,20 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.engine.spec import BlockKind, ModelSpec, Quant
-from tinyloop_service.engine.tensors import (
-    BLOCK_LINEARS,
-    BLOCK_NORMS,
-    Int4Linear,
-    ModelWeights,
-    linear_tensors,
-    quantize_rtn,
-)
+from tinyloop_service.engine.tensors import BLOCK_LINEARS, Int4Linear, ModelWeights, linear_tensors, quantize_rtn
+from tinyloop_service.engine.trajectory import INPUT_GROUPS, NO_TAP, Array, Tap, Trajectory, dense_block
 from tinyloop_service.errors import InvalidArgument, ModelFileError
 from tinyloop_service.quantize.arrays import Arrays
 from tinyloop_service.quantize.calibration import Calibration
 from tinyloop_service.quantize.gptq import Curvature, NotPositiveDefinite, prepare, quantize_gptq
 from tinyloop_service.quantize.hessians import Hessians
-from tinyloop_service.quantize.trajectory import INPUT_GROUPS, Array, Collect, Trajectory, ignore
 
 OVERFITTED = 4  # tokens an input, below which a small error says little about other text
 
@@ -175,7 +169,8 @@ class _Run:
         self.layers: list[Layer] = []
 
     def quantize_unit(self, unit: Unit) -> None:
-        blocks = [self._block(base) for base in unit.bases]
+        parts = [self._weights.block(unit.kind, int(base.split(".")[1])) for base in unit.bases]
+        blocks = [dense_block(part, self._arrays.xp) for part in parts]
         errors: dict[str, tuple[float, ...]] = {}
         layers: list[Layer] = []
         for number in range(1, self._recipe.passes + 1):
@@ -209,12 +204,13 @@ class _Run:
     def _forward(self, unit: Unit, states: Array, blocks: list[dict[str, Array]], hessians: Hessians | None) -> Array:
         """States after the unit."""
 
-        def collector(weight: float) -> Collect:
-            return hessians.collector(weight) if hessians is not None else ignore
+        def tap(weight: float) -> Tap:
+            return hessians.collector(weight) if hessians is not None else NO_TAP
 
-        if unit.kind == "loop":
-            return self._trajectory.loops(states, blocks, [collector(w) for w in self._recipe.depth_weights])
-        return self._trajectory.blocks(states, blocks, collector(1.0))
+        if unit.kind != "loop":
+            return self._trajectory.blocks(states, blocks, tap(1.0))
+        loops = self._trajectory.loops(states, blocks, map(tap, self._recipe.depth_weights))
+        return deque(loops, maxlen=1).pop()  # holds one state at a time
 
     def _round_blocks(
         self,
@@ -250,11 +246,6 @@ class _Run:
         by_pass = (*errors, rounded.error)
         notes = "; ".join(_notes(curvature, num_rows))
         return Layer(name, rounded.rtn_error, rounded.error, by_pass, curvature.damping, notes)
-
-    def _block(self, base: str) -> dict[str, Array]:
-        tensors = self._weights.tensors
-        names = (name for name in (*BLOCK_LINEARS, *BLOCK_NORMS) if f"{base}.{name}.weight" in tensors)
-        return {name: self._dense(tensors[f"{base}.{name}.weight"]) for name in names}
 
     def _dense(self, array: NDArray[Any]) -> Array:
         return self._arrays.to_device(array.astype(np.float32))

@@ -1,0 +1,110 @@
+"""One model with one rounding: whole windows through `engine/trajectory.py`, and the logits at any depth.
+
+Every activation and sum is float32; `Rounding` switches on one rounding of an engine at a time:
+
+    activations="int8"   inputs of INT4 linears, as the CPU engine rounds them
+    cache                every K and V that is read, a token's own included, is the one obtained from what a cache
+                         mode stores; so a second half off a cached first half is what one pass over both computes
+
+In: a model and a window of token ids.  Out: the state after every loop, and logits, from one pass to the deepest.
+Refuses to know about texts, scores and attention.  Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyloop_service.engine.cache_modes import H_MODES, decode, encode
+from tinyloop_service.engine.reference import round_to_int8
+from tinyloop_service.engine.spec import Quant
+from tinyloop_service.engine.tensors import Int4Linear, ModelWeights
+from tinyloop_service.engine.trajectory import Tap, Trajectory, dense_block
+from tinyloop_service.evaluate.windows import Ids
+from tinyloop_service.types import CacheMode
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What is rounded besides the weights in the file; nothing by default."""
+
+    activations: Literal["float32", "int8"] = "float32"
+    cache: CacheMode | None = None  # None: K and V stay float32
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingTap(Tap):
+    """A rounding on its way through a model of that `quant`."""
+
+    rounding: Rounding
+    quant: Quant | None
+
+    def reads(self, index: int, group: str, x: Floats) -> Floats:
+        if self.rounding.activations == "float32" or self.quant is None:
+            return x
+        return round_to_int8(x, self.quant.group_size)
+
+    def keeps_h(self, x: Floats) -> Floats:
+        return self._as_read(x) if self.rounding.cache in H_MODES else x
+
+    def keeps_kv(self, x: Floats) -> Floats:
+        return x if self.rounding.cache in H_MODES else self._as_read(x)
+
+    def _as_read(self, x: Floats) -> Floats:
+        mode = self.rounding.cache
+        return x if mode is None else decode(mode, encode(mode, x))
+
+
+class DenseModel:
+    """A model with its linears multiplied out to float32: four bytes a weight.  Forwards and threads may share one."""
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self.weights = weights
+        self.trajectory = Trajectory(weights.spec, np, weights.norm.astype(np.float32))
+        groups = (weights.pre, weights.loop, weights.post)
+        self.pre, self.loop, self.post = ([dense_block(block, np) for block in group] for group in groups)
+        self.head = weights.head.dequantize()  # (vocab_size, d_model)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRun:
+    """One window, computed."""
+
+    forward: ModelForward
+    states: Floats  # (1 + loops, T, d_model): what enters the first loop, then the state after each
+
+    def logits(self, depth: int) -> Floats:
+        """After each token, had the model `depth` loops, 1 … loops: (T, vocab_size), a new array."""
+        return self.forward.logits(self.states[depth])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelForward:
+    """The forward pass of one model with one rounding."""
+
+    model: DenseModel
+    rounding: Rounding = Rounding()
+
+    @property
+    def tap(self) -> Tap:
+        return RoundingTap(self.rounding, self.model.weights.spec.quant)
+
+    def run(self, tokens: Ids, loops: int) -> ModelRun:
+        """Through the loop `loops` times.  tokens: (T,), a sequence from its first position on."""
+        model, tap = self.model, self.tap
+        x = model.trajectory.blocks(model.weights.embed[tokens].astype(np.float32), model.pre, tap)
+        return ModelRun(self, np.stack([x, *model.trajectory.loops(x, model.loop, [tap] * loops)]))
+
+    def logits(self, state: Floats) -> Floats:
+        """From the state after the last loop to (T, vocab_size)."""
+        model, tap = self.model, self.tap
+        state = model.trajectory.head_input(model.trajectory.blocks(state, model.post, tap))
+        if isinstance(model.weights.head, Int4Linear):
+            state = tap.reads(0, "head", state)
+        logits: Floats = state @ model.head.T
+        return logits
