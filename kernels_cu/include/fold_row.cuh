@@ -9,7 +9,7 @@
 // Everything is fp32 but gains and y.  A thread's columns, and so every sum's order, follow from the width alone:
 // chunk j of thread i is columns 4·(256·j + i) … + 3.  Rows at a time change nothing but the number of barriers.
 #pragma once
-#include "ptx.cuh"
+#include "row_norm.cuh"
 
 #ifndef TL_CHUNKS
 #define TL_CHUNKS 2
@@ -18,7 +18,7 @@
 #define TL_FOLD_PARTIALS 0
 #endif
 
-constexpr int kFoldThreads = 256, kFoldWarps = kFoldThreads / 32;
+constexpr int kFoldThreads = kRowThreads, kFoldWarps = kRowWarps;
 constexpr int kChunks = TL_CHUNKS;               // 1024 columns each, the last one partly idle
 constexpr int kFoldPartials = TL_FOLD_PARTIALS;  // how many there are, if any; 0: looked up
 constexpr int kFoldScratch = 3 * kFoldWarps;     // floats of shared memory for each row at a time
@@ -98,27 +98,19 @@ DEVICE void load_sums(Columns& sums, const Fold& f, int row) {
   }
 }
 
-// inverse[r] = 1 / sqrt(mean(v[r]²) + eps) to about 2 ulp, the same bits in every thread.  `scratch`: kFoldWarps floats
-// a row, not in use since the last barrier but one.
+// inverse[r] = 1 / sqrt(mean(v[r]²) + eps), the same bits in every thread.  `scratch`: kFoldWarps floats a row, not in
+// use since the last barrier but one.
 template <int kRows>
 DEVICE void inverse_rms(float (&inverse)[kRows], const Columns (&v)[kRows], const Fold& f, float* scratch) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     float squares = 0.0f;
-    for_columns(f.width, [&](int chunk, int) {
-      const float4 c = v[r][chunk];
-      squares = fmaf(c.w, c.w, fmaf(c.z, c.z, fmaf(c.y, c.y, fmaf(c.x, c.x, squares))));
-    });
-    for (int mask = 16; mask; mask /= 2) squares += shuffle_xor(squares, mask);
-    if (threadIdx.x % 32 == 0) scratch[r * kFoldWarps + threadIdx.x / 32] = squares;
+    for_columns(f.width, [&](int chunk, int) { squares = add_squares(squares, v[r][chunk]); });
+    share_squares(squares, scratch + r * kFoldWarps);
   }
   __syncthreads();
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const float* s = scratch + r * kFoldWarps;
-    const float sum = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
-    inverse[r] = rsqrtf(fmaf(sum, f.inverse_width, f.eps));
-  }
+  for (int r = 0; r < kRows; ++r) inverse[r] = inverse_of(scratch + r * kFoldWarps, f.inverse_width, f.eps);
 }
 
 // v = rms(v) · gain.
@@ -128,13 +120,7 @@ DEVICE void normalise(Columns (&v)[kRows], const uint2 (&gain)[kChunks], const F
   inverse_rms(inverse, v, f, scratch);
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
-    for_columns(f.width, [&](int chunk, int) {
-      const float4 c = v[r][chunk];
-      const float i = inverse[r];
-      const uint2 g = gain[chunk];
-      v[r][chunk] = make_float4(c.x * i * half_to_float(g.x & 0xffff), c.y * i * half_to_float(g.x >> 16),
-                                c.z * i * half_to_float(g.y & 0xffff), c.w * i * half_to_float(g.y >> 16));
-    });
+    for_columns(f.width, [&](int chunk, int) { v[r][chunk] = scaled(v[r][chunk], inverse[r], gain[chunk]); });
 }
 
 DEVICE void inject(Columns& x, const Fold& f, long long start) {
@@ -174,8 +160,5 @@ DEVICE void fold_rows(const Fold& f, const Gains& gains, int first_row, float* s
   if (f.out_gain) normalise<kRows>(x, gains.out, f, scratch + 2 * kRows * kFoldWarps);
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
-    for_columns(f.width, [&](int chunk, int column) {
-      const float4 c = x[r][chunk];
-      store(r, column, make_uint2(pack_half2(c.x, c.y), pack_half2(c.z, c.w)));
-    });
+    for_columns(f.width, [&](int chunk, int column) { store(r, column, pack_half4(x[r][chunk])); });
 }

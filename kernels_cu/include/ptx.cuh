@@ -101,6 +101,19 @@ DEVICE float reciprocal_fast(float x) {
   return result;
 }
 
+// NaN where either is.
+DEVICE float min_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+DEVICE float max_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 // ---- tensor cores ---------------------------------------------------------------------------------------------
 
 // c[16x8] += a[16x16] · b[16x8] over a warp, fp16 operands, fp32 accumulators.  Lane = 4·g + t holds

@@ -259,6 +259,9 @@ inline float exp2_fast(float x) {
   return result < 1.17549435e-38f ? 0.0f : result;
 }
 
+inline float min_nan(float a, float b) { return a != a || a < b ? a : b; }
+inline float max_nan(float a, float b) { return a != a || a > b ? a : b; }
+
 inline void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   emulator::Lane& lane = emulator::my_lane();
   std::memcpy(lane.a, a, sizeof a);

@@ -43,6 +43,13 @@ extern "C" __global__ void __launch_bounds__(32) arithmetic(const u32* a, const 
   out[224 + i] = __float_as_uint(exp2_fast(half_to_float(a[i] & 0xffff)));
 }
 
+// Of two floats a lane the lesser and the greater one: out[operation][lane].
+extern "C" __global__ void __launch_bounds__(32) extremes(const float* a, const float* b, float* out) {
+  const int i = threadIdx.x;
+  out[i] = min_nan(a[i], b[i]);
+  out[32 + i] = max_nan(a[i], b[i]);
+}
+
 // Lane exchanges: out[operation][lane].
 extern "C" __global__ void __launch_bounds__(32) exchanges(const float* in, u32* out) {
   const int i = threadIdx.x;

@@ -61,6 +61,14 @@ def test_bits_and_halves(probe: Device) -> None:
     np.testing.assert_allclose(got[7].view(np.float32), np.exp2(a[:, 0].astype(np.float64)), rtol=2 * 2**-23)
 
 
+def test_the_lesser_and_the_greater_are_nan_where_either_is(probe: Device) -> None:
+    a, b = np.random.default_rng(5).standard_normal((2, 32)).astype(np.float32)
+    a[3] = b[4] = a[5] = b[5] = np.nan
+    out = probe.empty((2, 32), np.float32)
+    run(probe, "extremes", probe.upload(a), probe.upload(b), out)
+    np.testing.assert_array_equal(probe.download(out), [np.minimum(a, b), np.maximum(a, b)])
+
+
 def test_lane_exchanges(probe: Device) -> None:
     values, lanes = halves(np.random.default_rng(4), 32).astype(np.float32), np.arange(32)
     out = probe.empty((4, 32), np.uint32)
