@@ -33,6 +33,8 @@ class Direct:
         self._open.append(self.PREFIX)
         opened = Open(self.PREFIX, None, 0, self.loops, 0, None)
         begins: dict[str, Any] = {"open": (opened,), "extend": (Extend(self.PREFIX, blocks),)}
+        if self.engine.limits.has_active_form:
+            begins["activate"] = (self.PREFIX,)
         size, elapsed = self.engine.limits.max_chunk, 0.0
         for start in range(0, len(tokens), size):
             chunk = Prefill(self.PREFIX, start, tokens[start : start + size], last=start + size >= len(tokens))
@@ -59,7 +61,6 @@ class Direct:
                 open=tuple(Open(seq, self.PREFIX, length, self.loops, 0, Sampling()) for seq in rows),
                 extend=tuple(Extend(seq, own[seq]) for seq in rows),
                 clone=tuple(Clone(seq, self._last_block, own[seq][0], partial) for seq in rows if partial),
-                activate=(self.PREFIX,) if limits.has_active_form else (),
                 first=rows,
             )
         )
