@@ -50,10 +50,11 @@ class Side:
         direct, samples = self._direct, self.samples
         prefill = direct.prefill(self._tokens)
         self.prefix_bytes = direct.pages_taken * direct.engine.limits.page_bytes
-        activation = direct.activate()
         samples["prefill"].append(prefill)
-        samples["active"].append(activation)
-        samples["share"].append(activation / prefill)
+        if direct.engine.limits.has_active_form:
+            activation = direct.activate()
+            samples["active"].append(activation)
+            samples["share"].append(activation / prefill)
         for count in self._workload.rows:
             rows = direct.open_rows(len(self._tokens), count, room=(1 + PLANS) * self._steps)
             samples[f"step, {count}"] += [direct.decode(rows, self._steps) for _ in range(1 + PLANS)][1:]
@@ -63,10 +64,13 @@ class Side:
     def line(self) -> str:
         def figure(what: str) -> str:
             times = self.samples[what]
+            if not times:
+                return "–"  # the stored form is what is read
             return f"{rounded(median(times))} ({rounded(min(times))}–{rounded(max(times))})"
 
         steps = [figure(f"step, {count}") for count in self._workload.rows]
-        share = f"{100 * median(self.samples['share']):.1f}%"
+        shares = self.samples["share"]
+        share = f"{100 * median(shares):.1f}%" if shares else "–"
         cells = [f"{self.prefix_bytes / 2**20:.2f} MiB", figure("prefill"), figure("active"), share, *steps]
         return " | ".join(cells)
 
