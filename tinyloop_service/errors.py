@@ -102,8 +102,15 @@ class PinBudgetExceeded(BudgetExceeded):
 
 
 class TenantQuotaExceeded(BudgetExceeded):
+    """`subject` is the name of the quota, `retry_after_s` when it may be met again; None: not by waiting."""
+
     reason = "TENANT_QUOTA"
     subject = "tenant"
+
+    def __init__(self, message: str, *, quota: str = "tenant", retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.subject = quota
+        self.retry_after_s = retry_after_s
 
 
 class Unavailable(TinyLoopError, RuntimeError):

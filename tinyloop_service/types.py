@@ -175,6 +175,17 @@ Output = Started | Delta | Completed
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """What one tenant may take; None: no bound.  What each means to the tenant: scheduler/quotas.py."""
+
+    prefix_bytes: int | None = None  # stored bytes of its prefixes, evicted ones included
+    pinned_bytes: int | None = None  # of them, those of pinned ones and of what these hang from
+    concurrent_requests: int | None = None  # that run at a time, at least 1
+    queued_requests: int | None = None  # requests and builds that wait
+    tokens_per_s: int | None = None  # prompt tokens of its own and generated ones, at least 1
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What the server is doing now, for GetLoad."""
 

@@ -172,10 +172,17 @@ class Driver:
         for count in range(limit):
             if until is not None and until():
                 return count
-            if not self.step():
+            if not self.step() and not self._wait():
                 assert until is None, "idle before it came true"
                 return count
         raise AssertionError(f"still busy after {limit} steps")
+
+    def _wait(self) -> bool:
+        """To when a quota lets somebody start, if that is what is waited for."""
+        start_ns = self.core._admission.next_start_ns
+        waits = start_ns is not None and start_ns > self.now_ns
+        self.now_ns = start_ns if start_ns is not None and waits else self.now_ns
+        return waits
 
     def take_events(self) -> None:
         for event in self.core.take_events():

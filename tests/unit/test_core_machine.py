@@ -15,11 +15,17 @@ from scheduler_driver import SMALL, Driver, tokens
 from tinyloop_service.engine.fake import FaultAt
 from tinyloop_service.errors import EngineFault, OutOfMemory, TinyLoopError
 from tinyloop_service.scheduler.catalog import UNCHANGED
+from tinyloop_service.scheduler.request import RequestState
 from tinyloop_service.settings import SchedulerSettings
-from tinyloop_service.types import GenerationRequest, Sampling, Stops
+from tinyloop_service.types import GenerationRequest, Quota, Sampling, Stops
 
 NAMES = st.sampled_from(["a", "b", "c"])
 TENANTS = st.sampled_from(["", "", "other"])
+QUOTAS = [
+    Quota(),
+    Quota(prefix_bytes=6000, pinned_bytes=2000, concurrent_requests=1, queued_requests=3, tokens_per_s=100),
+    Quota(concurrent_requests=2, tokens_per_s=1000),
+]
 LENGTHS = st.sampled_from([1, 3, 63, 64, 65, 100, 128, 150])
 WINDOWS = st.sampled_from([None, 0, 1, 20, 64, 65])
 
@@ -33,6 +39,7 @@ class CoreMachine(RuleBasedStateMachine):
         aging_ns=st.sampled_from([0, 5_000_000]),
         eos=st.sampled_from([(), (3, 9)]),
         fault_at=st.sampled_from(FaultAt),
+        quota=st.sampled_from(QUOTAS),
     )
     def start(
         self,
@@ -43,6 +50,7 @@ class CoreMachine(RuleBasedStateMachine):
         aging_ns: int,
         eos: tuple[int, ...],
         fault_at: FaultAt,
+        quota: Quota,
     ) -> None:
         limits = dataclasses.replace(
             SMALL,
@@ -53,6 +61,8 @@ class CoreMachine(RuleBasedStateMachine):
         )
         options = SchedulerSettings(max_queue=12, max_prefixes=max_prefixes, aging_ns=aging_ns, max_overtaken=2)
         self.driver = Driver(limits, options, fault_at=fault_at)
+        self.quota = quota
+        self.driver.core.set_quotas({"other": quota}, self.driver.now_ns)
         self.waiting: list[str] = []  # uids of creates that wait
         self.handles: list[str] = []
         self.faults = 0
@@ -208,6 +218,20 @@ class CoreMachine(RuleBasedStateMachine):
         for watched in self.driver.requests.values():
             assert watched.error is None or isinstance(watched.error, (EngineFault, OutOfMemory)), watched.error
             assert not isinstance(watched.error, EngineFault) or self.faults
+        self.check_quota()
+
+    def check_quota(self) -> None:
+        """Of the one tenant that has one: what it runs and keeps is within it."""
+        core, most = self.driver.core, self.quota
+        running = [r for r in core._requests.live() if r.spec.tenant == "other" and r.state is RequestState.RUNNING]
+        kept = [prefix for prefix in core._prefixes if prefix.tenant == "other" and prefix.state.value != "failed"]
+        pinned = [prefix for prefix in kept if prefix.pinned]
+        for taken, limit in (
+            (len(running), most.concurrent_requests),
+            (sum(p.recipe.extent.final_pages(core.limits) for p in kept) * core.limits.page_bytes, most.prefix_bytes),
+            (sum(p.recipe.extent.final_pages(core.limits) for p in pinned) * core.limits.page_bytes, most.pinned_bytes),
+        ):
+            assert limit is None or taken <= limit, (taken, limit)
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
@@ -254,6 +278,7 @@ def walk(seed: int, num_calls: int) -> None:
         aging_ns=pick([0, 5_000_000]),
         eos=pick([(), (3, 9)]),
         fault_at=pick(list(FaultAt)),
+        quota=pick(QUOTAS),
     )
     driver = machine.driver
     for _ in range(num_calls):

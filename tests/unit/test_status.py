@@ -107,6 +107,17 @@ def test_a_budget_is_a_quota_failure(cls: type[TinyLoopError], subject: str) -> 
     assert failure.violations[0].subject == subject
 
 
+@pytest.mark.parametrize("retry_after_s", [None, 2.5])
+def test_a_tenant_hears_which_quota_and_whether_waiting_helps(retry_after_s: float | None) -> None:
+    error = errors.TenantQuotaExceeded("too much", quota="tokens_per_s", retry_after_s=retry_after_s)
+    status = to_status(error, "r")
+    assert detail(status, error_details_pb2.QuotaFailure).violations[0].subject == "tokens_per_s"
+    assert (detail(status, error_details_pb2.RetryInfo) is not None) == (retry_after_s is not None)
+    assert PUSHBACK_KEY not in dict(status.trailers), "stock clients would take it for something transient"
+    back = to_exception(status.code, status.message, status.trailers)
+    assert vars(back) == vars(error)
+
+
 @pytest.mark.parametrize(
     "error",
     [ValueError("prompt: secret"), AssertionError("secret"), asyncio.CancelledError("secret"), OSError(5, "secret")],

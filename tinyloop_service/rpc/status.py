@@ -2,8 +2,8 @@
 
 On the wire an error is a code, a message written for callers, and google.rpc details: always ErrorInfo (domain
 "tinyloop", the exception's `reason`, the request id); BadRequest with the field for InvalidArgument; RetryInfo, and the
-trailer `grpc-retry-pushback-ms` that stock clients honour, for what is transient; QuotaFailure for budgets.  Text of an
-engine's fault, or of an exception that nobody foresaw, stays in the log.
+trailer `grpc-retry-pushback-ms` that stock clients honour, for what is transient; QuotaFailure for budgets, with
+RetryInfo where waiting helps.  Text of an engine's fault, or of an exception that nobody foresaw, stays in the log.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def to_exception(code: grpc.StatusCode, message: str, trailers: Metadata) -> Tin
         case cls if issubclass(cls, errors.InvalidArgument):
             return errors.InvalidArgument(found.field, found.description)
         case cls if issubclass(cls, errors.Unavailable) and cls is not errors.ModelClosed:
-            return cls(message, retry_after_s=found.retry_after_s)
+            return cls(message, retry_after_s=1.0 if found.retry_after_s is None else found.retry_after_s)
+        case cls if issubclass(cls, errors.TenantQuotaExceeded):
+            return cls(message, quota=found.subject, retry_after_s=found.retry_after_s)
         case cls:
             return cls(message)
 
@@ -117,10 +119,17 @@ def _details(error: TinyLoopError, message: str, request_id: str) -> Iterator[Me
         case errors.BudgetExceeded():
             quota = error_details_pb2.QuotaFailure.Violation(subject=error.subject, description=message)
             yield error_details_pb2.QuotaFailure(violations=[quota])
+            if isinstance(error, errors.TenantQuotaExceeded) and error.retry_after_s is not None:
+                yield _retry_info(error.retry_after_s)
         case errors.Unavailable() if not isinstance(error, errors.ModelClosed):
-            delay = Duration()
-            delay.FromNanoseconds(round(error.retry_after_s * 1e9))
-            yield error_details_pb2.RetryInfo(retry_delay=delay)
+            yield _retry_info(error.retry_after_s)
+
+
+def _retry_info(after_s: float) -> Message:
+    delay = Duration()
+    delay.FromNanoseconds(round(after_s * 1e9))
+    info: Message = error_details_pb2.RetryInfo(retry_delay=delay)
+    return info
 
 
 @dataclass(slots=True)
@@ -130,7 +139,8 @@ class _Found:
     reason: str = ""
     field: str = "request"
     description: str = ""
-    retry_after_s: float = 1.0
+    subject: str = ""
+    retry_after_s: float | None = None
 
 
 def _read_details(trailers: Metadata) -> _Found:
@@ -139,13 +149,15 @@ def _read_details(trailers: Metadata) -> _Found:
     if not isinstance(raw, bytes):
         return found
     info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
-    retry = error_details_pb2.RetryInfo()
+    retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
     for detail in status_pb2.Status.FromString(raw).details:
         if detail.Unpack(info) and info.domain == DOMAIN:
             found.reason = info.reason
         elif detail.Unpack(bad) and bad.field_violations:
             found.field = bad.field_violations[0].field
             found.description = bad.field_violations[0].description
+        elif detail.Unpack(quota) and quota.violations:
+            found.subject = quota.violations[0].subject
         elif detail.Unpack(retry):
             found.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     return found

@@ -11,6 +11,9 @@ recently used first.  Two rules keep this fair and free of deadlock:
 - Nobody evicts what somebody older waits for.  So the oldest can evict everything idle but its own chain, and a
   prefix built for one request is still there when its turn comes.
 - Younger ones may overtake one that lacks room, until it has waited `aging_ns`; from then on it is next.
+
+Who waits for a quota of its tenant is not there, as far as the others are concerned: it neither ages nor keeps its
+prefix in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from tinyloop_service.errors import OutOfMemory, PinBudgetExceeded, QueueFull, T
 from tinyloop_service.scheduler.draft import Draft
 from tinyloop_service.scheduler.prefix import Prefix
 from tinyloop_service.scheduler.prefixes import PrefixStore
-from tinyloop_service.scheduler.requests import Request, Requests, RequestState
+from tinyloop_service.scheduler.quotas import Quotas, Round, Waiting
+from tinyloop_service.scheduler.request import Request, RequestState
+from tinyloop_service.scheduler.requests import Requests
 from tinyloop_service.scheduler.sequences import Extent, Feed, Sequences
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.types import PrefixState
@@ -43,18 +48,26 @@ class Admission:
     """The queue, and the budget that it draws on."""
 
     def __init__(
-        self, sequences: Sequences, prefixes: PrefixStore, requests: Requests, settings: SchedulerSettings
+        self,
+        sequences: Sequences,
+        prefixes: PrefixStore,
+        requests: Requests,
+        quotas: Quotas,
+        settings: SchedulerSettings,
     ) -> None:
         self._sequences = sequences
         self._pool = sequences.pool
         self._limits = sequences.limits
         self._prefixes = prefixes
         self._requests = requests
+        self._quotas = quotas
         self._settings = settings
         self._queue: dict[int, tuple[Request | Prefix, int]] = {}  # by order: who, and since when
         self._next_order = 1
         self.refusal: TinyLoopError | None = None  # what newcomers get while draining and after
         self._pinnings_seen = 0
+        self._num_kept_back = 0  # by quotas, at the last look
+        self.next_start_ns: int | None = None  # when a quota will let the next of them start, if time alone does
 
     def __len__(self) -> int:
         """How many wait; those that left are forgotten here."""
@@ -66,9 +79,16 @@ class Admission:
         if self.refusal is not None:
             raise copy.copy(self.refusal)
 
-    def check_queue(self) -> None:
+    def check_queue(self, tenant: str, now_ns: int) -> None:
+        """Raise QueueFull, or TenantQuotaExceeded, if one more of the tenant may not wait."""
         if len(self) >= self._settings.max_queue:
             raise QueueFull(f"queue full: {self._settings.max_queue} requests wait; try again")
+        self._quotas.check_line(tenant, self._waiting(tenant), now_ns)
+
+    @property
+    def holds_others(self) -> bool:
+        """Somebody waits for more than a quota of his own."""
+        return len(self) > self._num_kept_back
 
     def take_order(self) -> int:
         """The next place in the order of arrival."""
@@ -86,10 +106,15 @@ class Admission:
 
     def admit(self, draft: Draft, now_ns: int) -> None:
         """Move everybody who can move, oldest first."""
-        overtaken = 0
+        overtaken = self._num_kept_back = 0
+        turns = Round(self._quotas, now_ns)
         for order, (job, since_ns) in list(self._queue.items()):
             if not _still_waits(job, order):
                 del self._queue[order]
+                continue
+            if self._is_kept_back(job, turns):
+                self._num_kept_back += 1
+                self._queue[order] = (job, now_ns)  # it ages once it may start
                 continue
             turn = self._advance(order, job, draft, now_ns)
             if turn is Turn.MOVED and not _still_waits(job, order):
@@ -98,7 +123,8 @@ class Admission:
                 continue
             overtaken += 1
             if now_ns - since_ns >= self._settings.aging_ns or overtaken > self._settings.max_overtaken:
-                return
+                break
+        self.next_start_ns = turns.next_ns
 
     def take_impossible(self) -> list[tuple[Request | Prefix, OutOfMemory]]:
         """Those that can never fit any more, since pins have grown: they must not wait for ever."""
@@ -119,6 +145,19 @@ class Admission:
         return impossible
 
     # ---- one job
+
+    def _is_kept_back(self, job: Request | Prefix, turns: Round) -> bool:
+        """Whether a request has to wait for a quota of its tenant."""
+        if isinstance(job, Prefix):
+            return False
+        kept_back = not turns.may_start(job.spec.tenant, job.tokens_asked)
+        if job.prefix is not None:
+            (job.prefix.kept_back.add if kept_back else job.prefix.kept_back.discard)(job.order)
+        return kept_back
+
+    def _waiting(self, tenant: str) -> Waiting:
+        jobs = [job for order, (job, _) in self._queue.items() if _still_waits(job, order) and _tenant(job) == tenant]
+        return Waiting(len(jobs), sum(job.tokens_asked for job in jobs if isinstance(job, Request)))
 
     def _advance(self, order: int, job: Request | Prefix, draft: Draft, now_ns: int) -> Turn:
         target = job if isinstance(job, Prefix) else job.prefix
@@ -239,10 +278,18 @@ class Admission:
         chain = request.prefix.chain() if request.prefix is not None else []
         self.check_possible(chain, [], request.pages(self._limits))
 
-    def check_pin(self, ancestors: list[Prefix], extents: list[Extent]) -> None:
-        """Raise PinBudgetExceeded if these, pinned too, pass the budget."""
-        pinned = {prefix.uid: prefix for prefix in [*self._effectively_pinned(), *ancestors]}
-        extents = [prefix.recipe.extent for prefix in pinned.values()] + extents
+    def check_kept(self, tenant: str, extent: Extent) -> None:
+        """Raise TenantQuotaExceeded if one more prefix passes the tenant's quota of bytes."""
+        kept = [p.recipe.extent for p in self._prefixes if p.tenant == tenant and p.state is not PrefixState.FAILED]
+        self._quotas.check_bytes(tenant, "prefix_bytes", self._bytes(kept), self._bytes([extent]))
+
+    def check_pin(self, tenant: str, ancestors: list[Prefix], extents: list[Extent]) -> None:
+        """Raise TenantQuotaExceeded, or PinBudgetExceeded, if these, pinned too, pass the quota or the budget."""
+        pinned = self._effectively_pinned()
+        extents = [prefix.recipe.extent for prefix in ancestors if prefix not in pinned] + extents
+        own = [prefix.recipe.extent for prefix in pinned if prefix.tenant == tenant]
+        self._quotas.check_bytes(tenant, "pinned_bytes", self._bytes(own), self._bytes(extents))
+        extents = [prefix.recipe.extent for prefix in pinned] + extents
         needed = sum(extent.final_pages(self._limits) for extent in extents)
         budget = int(self._settings.pin_fraction * self._limits.num_pages)
         if needed > budget:
@@ -255,11 +302,19 @@ class Admission:
         found = {member.uid: member for prefix in self._prefixes.pinned.values() for member in prefix.chain()}
         return list(found.values())
 
+    def _bytes(self, extents: list[Extent]) -> int:
+        """What they keep when they are built."""
+        return sum(extent.final_pages(self._limits) for extent in extents) * self._limits.page_bytes
+
 
 def _still_waits(job: Request | Prefix, order: int) -> bool:
     if isinstance(job, Request):
         return job.state is RequestState.QUEUED
     return job.wanted_order == order
+
+
+def _tenant(job: Request | Prefix) -> str:
+    return job.spec.tenant if isinstance(job, Request) else job.tenant
 
 
 def _id(prefix: Prefix) -> int:

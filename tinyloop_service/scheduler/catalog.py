@@ -15,6 +15,7 @@ from tinyloop_service.scheduler.admission import Admission
 from tinyloop_service.scheduler.door import make_recipe
 from tinyloop_service.scheduler.prefix import Prefix, Recipe
 from tinyloop_service.scheduler.prefixes import PrefixStore
+from tinyloop_service.scheduler.quotas import Quotas
 from tinyloop_service.types import PrefixDefinition, PrefixInfo, PrefixState
 
 
@@ -30,10 +31,11 @@ UNCHANGED = Unchanged.UNCHANGED
 class Catalog:
     """What callers can do with prefixes, short of reading them."""
 
-    def __init__(self, limits: Limits, prefixes: PrefixStore, admission: Admission) -> None:
+    def __init__(self, limits: Limits, prefixes: PrefixStore, admission: Admission, quotas: Quotas) -> None:
         self._limits = limits
         self._prefixes = prefixes
         self._admission = admission
+        self._quotas = quotas
 
     def preview(
         self,
@@ -66,12 +68,11 @@ class Catalog:
         says so with `leave` when it goes away before the build ends."""
         self._admission.check_open()
         prefix, recipe = self._check_create(definition, tenant, name, expire_time_ns, pinned, now_ns)
-        needs_build = prefix is None or prefix.state is PrefixState.EVICTED
-        if needs_build:
-            self._admission.check_queue()
+        needs_build = _needs_build(prefix)
         if prefix is None:
             self._replace_failed(tenant, name)
             prefix = self._prefixes.add(tenant, name, recipe, now_ns)
+            self._quotas.take(tenant, len(definition.tokens), now_ns)
         self._prefixes.set_lifetime(prefix, expire_time_ns, pinned)
         if needs_build:
             self._prefixes.ask_build(prefix)
@@ -134,7 +135,7 @@ class Catalog:
         if expire_time_ns is not UNCHANGED:
             _check_expiry(expiry, now_ns)
         if pin and not prefix.pinned:
-            self._admission.check_pin(prefix.chain(), [])
+            self._admission.check_pin(tenant, prefix.chain(), [])
         self._prefixes.set_lifetime(prefix, expiry, pin)
         return self._prefixes.info(prefix)
 
@@ -174,17 +175,24 @@ class Catalog:
         ancestors = parent.chain() if parent is not None else []
         if existing is None:
             self._admission.check_possible(ancestors, [recipe.extent], 0)
+            self._admission.check_kept(tenant, recipe.extent)
         elif existing.state is PrefixState.EVICTED:  # pins may have grown since it was built
             self._admission.check_possible(existing.chain(), [], 0)
         if pinned and not (existing is not None and existing.pinned):
             known = existing.chain() if existing is not None else ancestors
-            self._admission.check_pin(known, [] if existing is not None else [recipe.extent])
+            self._admission.check_pin(tenant, known, [] if existing is not None else [recipe.extent])
+        if _needs_build(existing):
+            self._admission.check_queue(tenant, now_ns)
         return existing, recipe
 
     def _replace_failed(self, tenant: str, name: str | None) -> None:
         failed = self._prefixes.peek(tenant, name) if name is not None else None
         if failed is not None:
             self._prefixes.end_name(failed)
+
+
+def _needs_build(existing: Prefix | None) -> bool:
+    return existing is None or existing.state is PrefixState.EVICTED
 
 
 def _check_expiry(expire_time_ns: int | None, now_ns: int) -> None:

@@ -6,7 +6,7 @@
 
 In: validated values and the time.  Out: plans for the engine, events for the loop.  It refuses to know asyncio,
 arrays, text and clocks.  The parts: `door` refuses, `prefixes` and `requests` own their states, `admission` decides
-who starts, `batch` fills plans, `sequences` and `pages` account for memory.
+who starts, `quotas` what a tenant may take, `batch` fills plans, `sequences` and `pages` account for memory.
 
 Plans may be ahead of results: `plan` may be called while earlier plans run, and results are committed in the order
 of the plans.  After a plan failed, those behind it that were not submitted are given to `amend`, which says what to run
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tinyloop_service.engine.api import Limits, Plan, StepResult
 from tinyloop_service.errors import (
@@ -33,10 +33,12 @@ from tinyloop_service.scheduler.draft import Draft, amended
 from tinyloop_service.scheduler.events import Event, PrefixChanged
 from tinyloop_service.scheduler.prefix import Prefix
 from tinyloop_service.scheduler.prefixes import PrefixStore
-from tinyloop_service.scheduler.requests import Counters, Request, Requests, RequestState
+from tinyloop_service.scheduler.quotas import Quotas
+from tinyloop_service.scheduler.request import Counters, Request, RequestState, RowPhase
+from tinyloop_service.scheduler.requests import Requests
 from tinyloop_service.scheduler.sequences import Sequences
 from tinyloop_service.settings import SchedulerSettings
-from tinyloop_service.types import GenerationRequest, Load, PrefixState
+from tinyloop_service.types import GenerationRequest, Load, PrefixState, Quota
 
 _BURST_NS = 2_000_000  # who came so lately is likely to be followed
 
@@ -54,9 +56,10 @@ class Core:
         self._events: list[Event] = []
         self._sequences = Sequences(limits)
         self._prefixes = PrefixStore(self._sequences, new_uid)
-        self._requests = Requests(self._sequences, self._prefixes, self._events)
-        self._admission = Admission(self._sequences, self._prefixes, self._requests, settings)
-        self.catalog = Catalog(limits, self._prefixes, self._admission)
+        self._quotas = Quotas()
+        self._requests = Requests(self._sequences, self._prefixes, self._quotas, self._events)
+        self._admission = Admission(self._sequences, self._prefixes, self._requests, self._quotas, settings)
+        self.catalog = Catalog(limits, self._prefixes, self._admission, self._quotas)
         self._next_plan = 1
         self._last_arrival_ns = -_BURST_NS
         self._lost_device = False
@@ -70,7 +73,7 @@ class Core:
         loops, window = match_request(spec, prefix, self.limits)
         request = Request(self._admission.take_order(), spec, prefix, loops, window, now_ns)
         self._admission.check_request_possible(request)
-        self._admission.check_queue()
+        self._admission.check_queue(spec.tenant, now_ns)
         self._requests.submit(request)
         self._admission.add(request.order, request, now_ns)
         self._last_arrival_ns = now_ns
@@ -95,7 +98,7 @@ class Core:
         draft = Draft(self._sequences)
         self._refuse_impossible()  # first: they may hold up others
         self._admission.admit(draft, now_ns)
-        is_busy = bool(len(self._admission)) or now_ns - self._last_arrival_ns < _BURST_NS
+        is_busy = self._admission.holds_others or now_ns - self._last_arrival_ns < _BURST_NS
         compose(draft, self._sequences, self._requests, self.limits, self._settings, is_busy)
         if draft.is_empty and not self._sequences.has_closing:
             return None
@@ -145,6 +148,10 @@ class Core:
             if prefix.state is PrefixState.BUILDING:
                 self._fail_build(prefix, error)
 
+    def set_quotas(self, quotas: Mapping[str, Quota], now_ns: int) -> None:
+        """By tenant, in place of those before.  What was taken stays."""
+        self._quotas.set(quotas, now_ns)
+
     def refuse(self, error: TinyLoopError) -> None:
         """From now on new requests and builds get this error; what was taken goes on."""
         self._admission.refusal = error
@@ -162,26 +169,33 @@ class Core:
         return not len(self._requests) and all(p.state is not PrefixState.BUILDING for p in self._prefixes)
 
     @property
-    def next_expiry_ns(self) -> int | None:
-        return self._prefixes.next_expiry_ns
+    def next_wake_ns(self) -> int | None:
+        """When there may be something to do without a call: a prefix expires, or a quota lets a request start."""
+        times = (self._prefixes.next_expiry_ns, self._admission.next_start_ns)
+        return min((time_ns for time_ns in times if time_ns is not None), default=None)
 
     @property
     def counters(self) -> Counters:
         return self._requests.counters
 
-    def load(self) -> Load:
+    def load(self, tenant: str | None = None) -> Load:
+        """What goes on now; of one tenant, its own part, as if it had the server to itself."""
         pool = self._sequences.pool
-        states = [prefix.state for prefix in self._prefixes]
-        stored = sum(pool.stored(prefix.sequence.id) for prefix in self._prefixes if prefix.sequence is not None)
-        waiting = sum(request.state is RequestState.QUEUED for request in self._requests.live())
+        prefixes = [prefix for prefix in self._prefixes if tenant in (None, prefix.tenant)]
+        requests = [request for request in self._requests.live() if tenant in (None, request.spec.tenant)]
+        states = [prefix.state for prefix in prefixes]
+        of_prefixes = [prefix.sequence.id for prefix in prefixes if prefix.sequence is not None]
+        of_requests = [sequence.id for request in requests for sequence in request.sequences()]
+        stored, taken = sum(map(pool.stored, of_prefixes)), sum(map(pool.stored, of_requests))
+        active = sum(map(pool.active, [*of_prefixes, *of_requests]))
         return Load(
-            rows_running=self._requests.num_rows,
-            requests_waiting=waiting,
+            rows_running=sum(row.phase is not RowPhase.DONE for request in requests for row in request.rows),
+            requests_waiting=sum(request.state is RequestState.QUEUED for request in requests),
             pages_total=pool.num_pages,
-            pages_free=pool.free,
+            pages_free=pool.num_pages - stored - taken - active,
             pages_prefixes=stored,
-            pages_requests=pool.num_pages - pool.free - stored - pool.num_active,
-            pages_active=pool.num_active,
+            pages_requests=taken,
+            pages_active=active,
             page_bytes=self.limits.page_bytes,
             prefixes_ready=states.count(PrefixState.READY),
             prefixes_building=states.count(PrefixState.BUILDING),
@@ -195,8 +209,9 @@ class Core:
         self._prefixes.check()
         self._requests.check()
         self._check_users()
+        load = self.load()
+        assert load.pages_free == self._sequences.pool.free, "pages that neither a prefix nor a request holds"
         if self.is_idle:
-            load = self.load()
             assert load.pages_requests == 0, f"{load.pages_requests} pages held at idle by no prefix"
 
     # ---- helpers

@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import structlog
 
@@ -25,11 +26,11 @@ from tinyloop_service.errors import DeviceLost, Draining, EngineFault, ModelClos
 from tinyloop_service.scheduler.catalog import UNCHANGED, Catalog, Unchanged
 from tinyloop_service.scheduler.core import Core
 from tinyloop_service.scheduler.delivery import Delivery
-from tinyloop_service.scheduler.requests import Counters
+from tinyloop_service.scheduler.request import Counters
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.text import Tokenizer
-from tinyloop_service.types import GenerationRequest, Load, PrefixDefinition, PrefixInfo, PrefixState
+from tinyloop_service.types import GenerationRequest, Load, PrefixDefinition, PrefixInfo, PrefixState, Quota
 
 __all__ = ["UNCHANGED", "Scheduler", "Unchanged"]
 
@@ -214,8 +215,14 @@ class Scheduler:
         self._delivery.remove(request)
         self._changed()
 
-    def load(self) -> Load:
-        return self._core.load()
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """By tenant, in place of those before; a tenant without an entry has no bounds."""
+        self._core.set_quotas(quotas, self.now_ns())
+        self._changed()
+
+    def load(self, tenant: str | None = None) -> Load:
+        """Of one tenant: its own part, as if it had the server to itself."""
+        return self._core.load(tenant)
 
     @property
     def counters(self) -> Counters:
@@ -314,20 +321,15 @@ class Scheduler:
         self._faulted.set()
 
     async def _sleep(self) -> None:
-        """Until somebody calls, or a prefix expires."""
+        """Until somebody calls, or the core has something to do by itself."""
         if self._is_draining and self._core.is_idle:
             self._drained.set()
-        expiry_ns = self._core.next_expiry_ns
-        timer = None
-        if expiry_ns is not None:
-            delay_s = max(0.0, (expiry_ns - self.now_ns()) / 1e9)
-            timer = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
-        try:
-            await self._wake.wait()
-            self._wake.clear()
-        finally:
-            if timer is not None:
-                timer.cancel()
+        wake_ns = self._core.next_wake_ns
+        delay_s = None if wake_ns is None else max(0.0, (wake_ns - self.now_ns()) / 1e9)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._wake.wait()
+        self._wake.clear()
 
     def _changed(self) -> None:
         self._delivery.deliver()

@@ -55,6 +55,7 @@ class Prefix:
     detached: bool = False  # the build goes on by itself
     requests: int = 0  # queued or running
     queued: dict[int, None] = field(default_factory=dict)  # arrival orders of queued requests, oldest first
+    kept_back: set[int] = field(default_factory=set)  # of them, those that wait for a quota of their tenant
     wanted_order: int | None = None  # arrival order of a create that waits for admission
     children: dict[str, Prefix] = field(default_factory=dict)  # by uid
     users: int = 0  # running requests and running builds that read it
@@ -87,8 +88,8 @@ class Prefix:
         return any(child.is_wanted() for child in self.children.values())
 
     def oldest_demand(self) -> float:
-        """Arrival order of the oldest who waits for it or for something below it; infinity for nobody."""
-        own = next(iter(self.queued), self.wanted_order)
+        """Arrival order of the oldest who could go on with it or with something below it; infinity for nobody."""
+        own = next((order for order in self.queued if order not in self.kept_back), self.wanted_order)
         if own is not None and self.wanted_order is not None:
             own = min(own, self.wanted_order)
         orders = [child.oldest_demand() for child in self.children.values()]

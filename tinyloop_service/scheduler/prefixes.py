@@ -244,7 +244,7 @@ class PrefixStore:
             assert has_pages or prefix.state is not PrefixState.READY, f"{prefix.uid}: READY without pages"
             assert not has_pages or prefix.state in (PrefixState.READY, PrefixState.BUILDING)
             assert prefix.state is not PrefixState.BUILDING or prefix.is_wanted(), f"{prefix.uid}: an unwanted build"
-            assert len(prefix.queued) <= prefix.requests
+            assert len(prefix.queued) <= prefix.requests and prefix.kept_back <= prefix.queued.keys()
             parent = prefix.recipe.parent
             assert parent is None or (parent.children[prefix.uid] is prefix and parent.uid in self._by_uid)
             assert parent is None or not has_pages or parent.sequence is not None, "a child outlives its parent's pages"

@@ -24,110 +24,27 @@ dropped.  A row that is DONE has given its pages back; the next plan closes its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections import Counter
+from dataclasses import replace
 
-from tinyloop_service.engine.api import Limits, RowOutput, SequenceId
+from tinyloop_service.engine.api import RowOutput, SequenceId
 from tinyloop_service.errors import TinyLoopError
 from tinyloop_service.scheduler.events import Admitted, Event, Failed, Sampled
-from tinyloop_service.scheduler.prefix import Prefix, use
+from tinyloop_service.scheduler.prefix import use
 from tinyloop_service.scheduler.prefixes import PrefixStore
+from tinyloop_service.scheduler.quotas import Quotas
+from tinyloop_service.scheduler.request import Counters, Request, RequestState, Row, RowPhase
 from tinyloop_service.scheduler.sequences import Extent, Feed, Sequence, Sequences
-from tinyloop_service.types import FinishReason, GenerationRequest, PrefixState, Sampling, TokenIds
-
-
-class RequestState(Enum):
-    QUEUED = "queued"
-    RUNNING = "running"
-    DONE = "done"
-
-
-class RowPhase(Enum):
-    HELD = "held"  # waits for its trunk
-    FEED = "feed"  # prompt tokens to come
-    FIRST = "first"  # starts from its parent's kept logits
-    DECODE = "decode"
-    SPENT = "spent"  # every token it may have is planned
-    DONE = "done"
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """One choice."""
-
-    request: Request
-    index: int
-    sequence: Sequence
-    phase: RowPhase
-    num_left: int  # tokens not planned yet
-    num_emitted: int = 0  # tokens committed
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One Generate call.  `order` is its id and its place in the order of arrival."""
-
-    order: int
-    spec: GenerationRequest
-    prefix: Prefix | None
-    loops: int
-    window: int
-    arrival_ns: int
-    state: RequestState = RequestState.QUEUED
-    trunk: Sequence | None = None
-    rows: list[Row] = field(default_factory=list)
-    cached_tokens: int = 0  # prompt tokens not computed on its behalf; lowered when a prefix is built for it
-
-    def __post_init__(self) -> None:
-        self.cached_tokens = self.prefix_len
-
-    @property
-    def prefix_len(self) -> int:
-        return self.prefix.recipe.extent.end if self.prefix is not None else 0
-
-    @property
-    def prompt_len(self) -> int:
-        return self.prefix_len + len(self.spec.tokens)
-
-    @property
-    def has_trunk(self) -> bool:
-        return self.spec.n > 1 and bool(self.spec.tokens)
-
-    def prompt(self) -> TokenIds:
-        """Every prompt token, where the engine needs them."""
-        if self.spec.sampling.repetition_penalty == 1.0:
-            return ()
-        return (self.prefix.recipe.tokens if self.prefix is not None else ()) + self.spec.tokens
-
-    def extents(self) -> list[Extent]:
-        """What it needs: the trunk if there is one, then n rows.  The last sampled token is never stored."""
-        start = self.prefix_len
-        end = self.prompt_len + self.spec.max_tokens - 1
-        if not self.has_trunk:
-            return [Extent(start, end, self.loops, self.window)] * self.spec.n
-        trunk = Extent(start, self.prompt_len, self.loops, self.window)
-        return [trunk, *[Extent(self.prompt_len, end, self.loops, self.window)] * self.spec.n]
-
-    def pages(self, limits: Limits) -> int:
-        """All pages it can come to hold, active forms included."""
-        return sum(extent.peak_pages(limits) + extent.active_pages(limits) for extent in self.extents())
-
-
-@dataclass(slots=True)
-class Counters:
-    """Token counts since the start.  hits + misses = prompt tokens of all admitted requests, each counted once."""
-
-    prompt_hits: int = 0
-    prompt_misses: int = 0
-    generated: int = 0
+from tinyloop_service.types import FinishReason, PrefixState, Sampling
 
 
 class Requests:
     """All requests that are not DONE, and their rows by sequence."""
 
-    def __init__(self, sequences: Sequences, prefixes: PrefixStore, events: list[Event]) -> None:
+    def __init__(self, sequences: Sequences, prefixes: PrefixStore, quotas: Quotas, events: list[Event]) -> None:
         self._sequences = sequences
         self._prefixes = prefixes
+        self._quotas = quotas
         self._events = events
         self._limits = sequences.limits
         self._eos = frozenset(self._limits.eos_token_ids)
@@ -164,6 +81,7 @@ class Requests:
         """Everything it can need is free: reserve it."""
         assert request.state is RequestState.QUEUED
         request.state = RequestState.RUNNING
+        self._quotas.start(request.spec.tenant, request.tokens_asked, now_ns)
         parent = self._join_prefix(request, now_ns)
         extents, spec = request.extents(), request.spec
         if request.has_trunk:
@@ -314,6 +232,8 @@ class Requests:
         if request.trunk is not None:
             del self._trunks[request.trunk.id]
             self._sequences.close(request.trunk)
+        if was_running:
+            self._quotas.end(request.spec.tenant, request.tokens_unused)
         self._leave_prefix(request, was_running)
 
     def _leave_prefix(self, request: Request, was_running: bool) -> None:
@@ -325,10 +245,13 @@ class Requests:
             use(prefix, -1)
         else:
             del prefix.queued[request.order]
+            prefix.kept_back.discard(request.order)
         self._prefixes.settle(prefix)
 
     def check(self) -> None:
         """Phases, tables and sequences agree."""
+        running = [request.spec.tenant for request in self._live.values() if request.state is RequestState.RUNNING]
+        self._quotas.check(Counter(running))
         for request in self._live.values():
             assert request.state is not RequestState.DONE
             assert bool(request.rows) == (request.state is RequestState.RUNNING)

@@ -1,0 +1,115 @@
+"""One request and its rows: what was asked, what it costs, and where it stands.
+
+In: nothing.  Out: the records that `requests` keeps.  It refuses to change a state: `requests` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tinyloop_service.engine.api import Limits
+from tinyloop_service.scheduler.prefix import Prefix
+from tinyloop_service.scheduler.sequences import Extent, Sequence
+from tinyloop_service.types import GenerationRequest, TokenIds
+
+
+class RequestState(Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+
+
+class RowPhase(Enum):
+    HELD = "held"  # waits for its trunk
+    FEED = "feed"  # prompt tokens to come
+    FIRST = "first"  # starts from its parent's kept logits
+    DECODE = "decode"
+    SPENT = "spent"  # every token it may have is planned
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One choice."""
+
+    request: Request
+    index: int
+    sequence: Sequence
+    phase: RowPhase
+    num_left: int  # tokens not planned yet
+    num_emitted: int = 0  # tokens committed
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One Generate call.  `order` is its id and its place in the order of arrival."""
+
+    order: int
+    spec: GenerationRequest
+    prefix: Prefix | None
+    loops: int
+    window: int
+    arrival_ns: int
+    state: RequestState = RequestState.QUEUED
+    trunk: Sequence | None = None
+    rows: list[Row] = field(default_factory=list)
+    cached_tokens: int = 0  # prompt tokens not computed on its behalf; lowered when a prefix is built for it
+
+    def __post_init__(self) -> None:
+        self.cached_tokens = self.prefix_len
+
+    @property
+    def prefix_len(self) -> int:
+        return self.prefix.recipe.extent.end if self.prefix is not None else 0
+
+    @property
+    def prompt_len(self) -> int:
+        return self.prefix_len + len(self.spec.tokens)
+
+    @property
+    def has_trunk(self) -> bool:
+        return self.spec.n > 1 and bool(self.spec.tokens)
+
+    @property
+    def tokens_asked(self) -> int:
+        """Most tokens that are computed for it: those of its own prompt, and all it may generate."""
+        return len(self.spec.tokens) + self.spec.n * self.spec.max_tokens
+
+    @property
+    def tokens_unused(self) -> int:
+        """Of those asked, the ones it did not generate."""
+        return self.spec.n * self.spec.max_tokens - sum(row.num_emitted for row in self.rows)
+
+    def prompt(self) -> TokenIds:
+        """Every prompt token, where the engine needs them."""
+        if self.spec.sampling.repetition_penalty == 1.0:
+            return ()
+        return (self.prefix.recipe.tokens if self.prefix is not None else ()) + self.spec.tokens
+
+    def extents(self) -> list[Extent]:
+        """What it needs: the trunk if there is one, then n rows.  The last sampled token is never stored."""
+        start = self.prefix_len
+        end = self.prompt_len + self.spec.max_tokens - 1
+        if not self.has_trunk:
+            return [Extent(start, end, self.loops, self.window)] * self.spec.n
+        trunk = Extent(start, self.prompt_len, self.loops, self.window)
+        return [trunk, *[Extent(self.prompt_len, end, self.loops, self.window)] * self.spec.n]
+
+    def sequences(self) -> list[Sequence]:
+        """Those that hold pages now."""
+        rows = [row.sequence for row in self.rows if row.phase is not RowPhase.DONE]
+        return rows if self.trunk is None else [self.trunk, *rows]
+
+    def pages(self, limits: Limits) -> int:
+        """All pages it can come to hold, active forms included."""
+        return sum(extent.peak_pages(limits) + extent.active_pages(limits) for extent in self.extents())
+
+
+@dataclass(slots=True)
+class Counters:
+    """Token counts since the start.  hits + misses = prompt tokens of all admitted requests, each counted once."""
+
+    prompt_hits: int = 0
+    prompt_misses: int = 0
+    generated: int = 0
