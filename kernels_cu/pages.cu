@@ -3,35 +3,48 @@
 //   clone   K[target][g][t] = K[source][g][t],  V[target][g][·][t] = V[source][g][·][t]    for t < num_tokens
 //   fill    page[·] = a pattern                                                            zeros when taken, NaN in debug
 //
-//   pool      fp16   [num_pages][2·G·64·D]   a page: K [G][64 tokens][D], then V transposed [G][D][64 tokens]
-//   triples   int32  [n][3]                  (source page, target page, num_tokens 0 … 64); targets differ from sources
-//   pages     int32  [n]                     D a multiple of 8
+//   pool      fp16   [num_pages][2·G·64·D]          a page: K [G][64 tokens][D], then V transposed [G][D][64 tokens]
+//             int8   [num_pages][64·G·(2·D + 4)]    for clone_int8: levels likewise, then fp16 scales [K and V][G][64]
+//   triples   int32  [n][3]                         (source page, target page, num_tokens 0 … 64), targets no sources
+//   pages     int32  [n]                            D a multiple of 8, for int8 of 16
 //
 // clone is one launch for every layer of every row: a block of 256 threads for each (head, triple) copies 16 bytes at a
 // time, several under way.  Rows of K are neighbours, so a head's first num_tokens are one run.  A row of V holds 64
-// tokens of one dimension; of it whole sectors of 16 tokens are written, zeros from num_tokens on: the target
-// was zeros, and memory takes a whole sector without reading it first.
+// tokens of one dimension, a row of scales those of a head; of it whole sectors of 32 bytes are written, zeros from
+// num_tokens on: the target was zeros, and memory takes a whole sector without reading it first.
 // fill: a block for every 16 KiB of a page.
-// Bytes: clone reads (from L2 where rows share a source) and writes 2·G·D·2·num_tokens a triple; fill writes its pages.
+// Bytes: clone reads (from L2 where rows share a source) and writes 2·G·D·2·num_tokens a triple, in int8 2·G·(D +
+// 2)·num_tokens; fill writes its pages.
 #include "ptx.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kBatch = 4;            // 16-byte pieces that a thread has under way
+constexpr int kBatch = 4;  // 16-byte pieces that a thread has under way
 constexpr int kPageTokens = 64;
-constexpr int kHalves = 8;           // of a uint4
-constexpr int kSectorPieces = 2;     // of 32 bytes
-constexpr int kRowPieces = kPageTokens / kHalves;
-static_assert(kRowPieces % kSectorPieces == 0);
+constexpr int kSectorPieces = 2;  // of 32 bytes
 
-DEVICE u32 keep_low_halves(u32 pair, i32 keep) { return keep >= 2 ? pair : keep == 1 ? pair & 0xffff : 0; }
+// 16-byte pieces of so many elements.
+template <class Element>
+DEVICE constexpr int pieces_of(int num_elements) {
+  return num_elements / static_cast<int>(sizeof(uint4) / sizeof(Element));
+}
+static_assert(pieces_of<u16>(kPageTokens) % kSectorPieces == 0 && pieces_of<u8>(kPageTokens) % kSectorPieces == 0);
 
-// The first `keep` halves, zeros behind.
-DEVICE uint4 keep_halves(uint4 piece, i32 keep) {
-  return make_uint4(keep_low_halves(piece.x, keep), keep_low_halves(piece.y, keep - 2),
-                    keep_low_halves(piece.z, keep - 4), keep_low_halves(piece.w, keep - 6));
+// The first `keep` elements of a word, zeros behind.
+template <class Element>
+DEVICE u32 keep_low(u32 word, i32 keep) {
+  if constexpr (sizeof(Element) == 2) return keep >= 2 ? word : keep == 1 ? word & 0xffff : 0;
+  return keep >= 4 ? word : keep > 0 ? word & (1u << 8 * keep) - 1 : 0;
 }
 
-DEVICE void copy_keys(uint4* target, const uint4* source, i32 num_pieces) {
+// The same of a piece.
+template <class Element>
+DEVICE uint4 keep_first(uint4 piece, i32 keep) {
+  constexpr int kInWord = 4 / sizeof(Element);
+  return make_uint4(keep_low<Element>(piece.x, keep), keep_low<Element>(piece.y, keep - kInWord),
+                    keep_low<Element>(piece.z, keep - 2 * kInWord), keep_low<Element>(piece.w, keep - 3 * kInWord));
+}
+
+DEVICE void copy_run(uint4* target, const uint4* source, i32 num_pieces) {
   for (int first = threadIdx.x; first < num_pieces; first += kBatch * kThreads) {
     uint4 held[kBatch];
 #pragma unroll
@@ -43,19 +56,20 @@ DEVICE void copy_keys(uint4* target, const uint4* source, i32 num_pieces) {
   }
 }
 
-// The first num_tokens of every one of a head's D rows.
-DEVICE void copy_values(uint4* target, const uint4* source, i32 head_dim, i32 num_tokens) {
-  constexpr int kSectorTokens = kSectorPieces * kHalves;
+// The first num_tokens of every one of so many rows of 64 tokens, which begin `stride` pieces apart.
+template <class Element>
+DEVICE void copy_rows(uint4* target, const uint4* source, i32 num_rows, i32 stride, i32 num_tokens) {
+  constexpr int kPieceTokens = sizeof(uint4) / sizeof(Element), kSectorTokens = kSectorPieces * kPieceTokens;
   const int row_pieces = (num_tokens + kSectorTokens - 1) / kSectorTokens * kSectorPieces;
-  const int num_pieces = head_dim * row_pieces;
+  const int num_pieces = num_rows * row_pieces;
   for (int first = threadIdx.x; first < num_pieces; first += kBatch * kThreads) {
     uint4 held[kBatch];
     int at[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int i = first + b * kThreads, row = i / row_pieces, piece = i - row * row_pieces;
-      at[b] = row * kRowPieces + piece;
-      if (i < num_pieces) held[b] = keep_halves(load_global(source + at[b]), num_tokens - piece * kHalves);
+      at[b] = row * stride + piece;
+      if (i < num_pieces) held[b] = keep_first<Element>(load_global(source + at[b]), num_tokens - piece * kPieceTokens);
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b)
@@ -63,16 +77,36 @@ DEVICE void copy_values(uint4* target, const uint4* source, i32 head_dim, i32 nu
   }
 }
 
+// What of a head's K and V, or of their levels, comes to a page: K at source, V `values` pieces further on.
+template <class Element>
+DEVICE void clone_head(uint4* target, const uint4* source, i32 values, i32 head_dim, i32 num_tokens) {
+  copy_run(target, source, pieces_of<Element>(num_tokens * head_dim));
+  copy_rows<Element>(target + values, source + values, head_dim, pieces_of<Element>(kPageTokens), num_tokens);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads) clone(uint4* pool, const i32* triples, i32 head_dim) {
   const i32* triple = triples + 3 * blockIdx.y;
-  const int head = blockIdx.x, num_heads = gridDim.x, num_tokens = triple[2];
-  const int head_pieces = kPageTokens * head_dim / kHalves;  // of K, and of V
+  const int head = blockIdx.x, num_heads = gridDim.x;
+  const int head_pieces = pieces_of<u16>(kPageTokens * head_dim);  // of K, and of V
   const long long page_pieces = 2ll * num_heads * head_pieces;
   const uint4* source = pool + triple[0] * page_pieces + head * head_pieces;
   uint4* target = pool + triple[1] * page_pieces + head * head_pieces;
-  copy_keys(target, source, num_tokens * head_dim / kHalves);
-  const int values = num_heads * head_pieces;
-  copy_values(target + values, source + values, head_dim, num_tokens);
+  clone_head<u16>(target, source, num_heads * head_pieces, head_dim, triple[2]);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) clone_int8(uint4* pool, const i32* triples, i32 head_dim) {
+  constexpr int kScalePieces = pieces_of<u16>(kPageTokens);  // of K, and of V
+  const i32* triple = triples + 3 * blockIdx.y;
+  const int head = blockIdx.x, num_heads = gridDim.x;
+  const int head_pieces = pieces_of<u8>(kPageTokens * head_dim);
+  const int scales = 2 * num_heads * head_pieces + head * kScalePieces;
+  const long long page_pieces = 2ll * num_heads * (head_pieces + kScalePieces);
+  const uint4* source = pool + triple[0] * page_pieces;
+  uint4* target = pool + triple[1] * page_pieces;
+  copy_rows<u16>(target + scales, source + scales, 2, num_heads * kScalePieces, triple[2]);
+  source += head * head_pieces;
+  target += head * head_pieces;
+  clone_head<u8>(target, source, num_heads * head_pieces, head_dim, triple[2]);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

@@ -20,119 +20,17 @@
 //
 // fp32: the rotation, products and sum each rounded; fp16: what is stored.  Bytes: (H + 2G)·D·2 read and written a
 // token, and D·4 of cos and sin per group of heads.
-#include "attention.cuh"
+#include "rope.cuh"
 
-#ifndef TL_INTERLEAVED
-#define TL_INTERLEAVED 0
-#endif
-#ifndef TL_QUERIES_ONLY
-#define TL_QUERIES_ONLY 0
-#endif
-
-constexpr int kThreads = 256;
-constexpr int kTokens = 64;                                    // whose V a block transposes
-constexpr int kHeads = 4;                                      // that a thread turns
-constexpr int kPairs = 8;                                      // of a thread
-constexpr int kTokenThreads = kHeadDim / (2 * kPairs);         // threads that turn one token
-constexpr int kRowPieces = kHeadDim / 8;                       // 16-byte pieces of a token's head
-constexpr int kOctets = kTokens / 8;
-constexpr int kOctetPairs = kThreads / kOctets;                // pairs of dims that a block transposes at once
-constexpr int kRowWords = kHeadDim / 2 + 1;                    // of a token in shared memory: an odd number of banks
-constexpr int kValuePieces = kTokens * kRowPieces / kThreads;  // of a thread
+constexpr int kOctetPairs = kThreads / kOctets;  // pairs of dims that a block transposes at once
+constexpr int kRowWords = kHeadDim / 2 + 1;      // of a token in shared memory: an odd number of banks
 static_assert(kHeadDim / 2 % kOctetPairs == 0);
-
-struct Shape {
-  int num_heads, num_kv_heads;
-};
-
-// Where in its sequence a token is.
-struct Token {
-  int index, position, page;
-};
-
-DEVICE Token read_token(int index, int num_tokens, const i32* token_slot, const i32* token_position, const i32* tables,
-                        int layer, int max_layers, int max_blocks) {
-  const int slot = index < num_tokens ? token_slot[index] : -1;
-  if (slot < 0) return {index, -1, -1};
-  const int position = token_position[index];
-  if constexpr (TL_QUERIES_ONLY) return {index, position, -1};
-  return {index, position, tables[(slot * max_layers + layer) * max_blocks + position / kPageTokens]};
-}
-
-DEVICE const u16* head_of(const u16* qkv, int token, int head, const Shape& shape) {
-  return qkv + (static_cast<u64>(token) * (shape.num_heads + 2 * shape.num_kv_heads) + head) * kHeadDim;
-}
-
-// Elements 2i and 2i + 1 of a piece, i = 0..3.
-DEVICE u32 word_of(const uint4& piece, int i) {
-  return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
-}
-
-DEVICE float half_of(const uint4& piece, int i) {
-  return half_to_float(static_cast<u16>(word_of(piece, i / 2) >> 16 * (i % 2)));
-}
-
-DEVICE uint4 pack_piece(const float (&values)[8]) {
-  return {pack_half2(values[0], values[1]), pack_half2(values[2], values[3]), pack_half2(values[4], values[5]),
-          pack_half2(values[6], values[7])};
-}
-
-// The thread's 8 pairs of a head lie in two pieces, this one and the one `other_piece()` further on.
-DEVICE int first_piece(int chunk) { return TL_INTERLEAVED ? 2 * chunk : chunk; }
-DEVICE int other_piece() { return TL_INTERLEAVED ? 1 : kHeadDim / 16; }
-
-DEVICE void turn_pair(float& x, float& y, float cos, float sin) {
-  const float turned = x * cos - y * sin;
-  y = y * cos + x * sin;
-  x = turned;
-}
-
-// 16 elements as they lie in the two pieces.
-DEVICE void turn_pieces(uint4& first, uint4& second, const float (&cos)[kPairs], const float (&sin)[kPairs]) {
-  float values[2][8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) values[0][i] = half_of(first, i), values[1][i] = half_of(second, i);
-#pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    float& x = TL_INTERLEAVED ? values[i / 4][2 * (i % 4)] : values[0][i];
-    float& y = TL_INTERLEAVED ? values[i / 4][2 * (i % 4) + 1] : values[1][i];
-    turn_pair(x, y, cos[i], sin[i]);
-  }
-  first = pack_piece(values[0]);
-  second = pack_piece(values[1]);
-}
-
-DEVICE void read_angles(float (&angles)[kPairs], const float* table, int position, int chunk) {
-  const float* first = table + static_cast<u64>(position) * (kHeadDim / 2) + kPairs * chunk;
-  const float4* row = reinterpret_cast<const float4*>(first);
-#pragma unroll
-  for (int i = 0; i < kPairs / 4; ++i) {
-    const float4 four = row[i];
-    angles[4 * i] = four.x, angles[4 * i + 1] = four.y, angles[4 * i + 2] = four.z, angles[4 * i + 3] = four.w;
-  }
-}
 
 // A q head goes to its row of q, a K head to its row of the page.
 DEVICE u16* target_of(const Token& token, int head, u16* q, u16* pool, const Shape& shape) {
-  if (head < shape.num_heads) return q + (static_cast<u64>(token.index) * shape.num_heads + head) * kHeadDim;
+  if (head < shape.num_heads) return query_target(token, head, q, shape);
   u16* keys = const_cast<u16*>(page_keys(pool, token.page, head - shape.num_heads, shape.num_kv_heads));
   return keys + token.position % kPageTokens * kHeadDim;
-}
-
-// A thread's part of its heads; those beyond the last are not read.
-struct Pieces {
-  uint4 first[kHeads], second[kHeads];
-};
-
-DEVICE void load_pieces(Pieces& pieces, const u16* qkv, int token, int first_head, const Shape& shape) {
-#pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    if (first_head + i >= shape.num_heads + shape.num_kv_heads) return;
-    const u16* head = head_of(qkv, token, first_head + i, shape);
-    const uint4* source = reinterpret_cast<const uint4*>(head) + first_piece(threadIdx.x % kTokenThreads);
-    pieces.first[i] = load_global(source);
-    pieces.second[i] = load_global(source + other_piece());
-  }
 }
 
 DEVICE void turn_heads(Pieces& pieces, const Token& token, int first_head, const float* cos_table,
@@ -145,18 +43,19 @@ DEVICE void turn_heads(Pieces& pieces, const Token& token, int first_head, const
   for (int i = 0; i < kHeads; ++i) {
     const int head = first_head + i;
     if (head >= shape.num_heads + shape.num_kv_heads) return;
-    turn_pieces(pieces.first[i], pieces.second[i], cos, sin);
+    float values[2][8];
+    turn_pieces(values, pieces.first[i], pieces.second[i], cos, sin);
+    const uint4 first = pack_piece(values[0]), second = pack_piece(values[1]);
     uint4* target = reinterpret_cast<uint4*>(target_of(token, head, q, pool, shape)) + first_piece(chunk);
-    target[0] = pieces.first[i];
-    target[other_piece()] = pieces.second[i];
+    target[0] = first;
+    target[other_piece()] = second;
   }
 }
 
 // 64 tokens × D of one V head, in shared memory, and where each token goes.
 struct Values {
   u32 words[kTokens * kRowWords + 4];
-  alignas(16) int page[kTokens];   // −1: nowhere
-  alignas(16) int place[kTokens];  // in the page
+  Places places;
 };
 
 // The words of a token; those that are read together, 8 tokens apart, lie in banks of their own.
@@ -179,18 +78,9 @@ DEVICE void stage_values(Values& values, const u16* qkv, int first_token, int nu
   }
 }
 
-// Whether 8 rows from `first` on are 8 tokens of a page from a multiple of 8 on.
-DEVICE bool is_octet(const Values& values, int first) {
-  const int page = values.page[first], place = values.place[first];
-  bool octet = page >= 0 && place % 8 == 0;
-#pragma unroll
-  for (int i = 1; i < 8; ++i) octet &= values.page[first + i] == page && values.place[first + i] == place + i;
-  return octet;
-}
-
 DEVICE u16* value_target(const Values& values, int token, int dim, u16* pool, int kv_head, const Shape& shape) {
-  const u16* page = page_values(pool, values.page[token], kv_head, shape.num_kv_heads);
-  return const_cast<u16*>(page) + dim * kPageTokens + values.place[token];
+  const u16* page = page_values(pool, values.places.page[token], kv_head, shape.num_kv_heads);
+  return const_cast<u16*>(page) + dim * kPageTokens + values.places.place[token];
 }
 
 // Of 8 tokens two neighbouring dims, a word a token.
@@ -208,7 +98,7 @@ DEVICE void store_octet(const u32 (&words)[8], u16* low, u16* high) {
 // The thread's 8 rows, every kOctetPairs-th pair of dims of them.
 DEVICE void store_values(const Values& values, u16* pool, int kv_head, const Shape& shape) {
   const int first = threadIdx.x % kOctets * 8;
-  const bool octet = is_octet(values, first);
+  const bool octet = is_octet(values.places, first);
 #pragma unroll
   for (int pair = threadIdx.x / kOctets; pair < kHeadDim / 2; pair += kOctetPairs) {
     u32 words[8];
@@ -221,7 +111,7 @@ DEVICE void store_values(const Values& values, u16* pool, int kv_head, const Sha
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if (values.page[first + i] < 0) continue;
+      if (values.places.page[first + i] < 0) continue;
       u16* target = value_target(values, first + i, 2 * pair, pool, kv_head, shape);
       target[0] = static_cast<u16>(words[i] & 0xffff);
       target[kPageTokens] = static_cast<u16>(words[i] >> 16);
@@ -252,12 +142,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
     return;
   }
   const int kv_head = blockIdx.x % num_kv_heads, first_token = blockIdx.x / num_kv_heads * kTokens;
-  if (threadIdx.x < kTokens) {
-    const Token token = read_token(first_token + threadIdx.x, num_tokens, token_slot, token_position, tables, layer,
-                                   max_layers, max_blocks);
-    values.page[threadIdx.x] = token.page;
-    values.place[threadIdx.x] = token.position % kPageTokens;
-  }
+  read_places(values.places, first_token, num_tokens, token_slot, token_position, tables, layer, max_layers,
+              max_blocks);
   stage_values(values, qkv, first_token, num_tokens, num_heads + num_kv_heads + kv_head, shape);
   __syncthreads();
   store_values(values, pool, kv_head, shape);

@@ -10,12 +10,15 @@ import pytest
 from attention_cases import LAYER, LAYERS, PAGE
 from numpy.typing import NDArray
 
+from tinyloop_service.engine.cache_modes import encode
 from tinyloop_service.engine.reference import rope as exact_rope
 from tinyloop_service.engine.spec import SIZES
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.references import rope as reference
+from tinyloop_service.kernels.references.int8_pages import int8_page
 from tinyloop_service.kernels.rope import PAIRINGS, Pairing, rope, rope_keys_values, rope_queries
+from tinyloop_service.types import CacheMode
 
 Array = NDArray[Any]
 
@@ -23,6 +26,7 @@ SHAPES = [(2, 2, 128), (4, 2, 64), (6, 1, 64), (5, 5, 128)]  # heads, K/V heads,
 MAX_SEQ_LEN = 256
 MAX_BLOCKS = MAX_SEQ_LEN // PAGE
 SLOTS = 3
+POOLS = ["float16", "int8"]
 
 
 def angles(head_dim: int) -> tuple[Array, Array]:
@@ -38,7 +42,9 @@ def page_tables() -> Array:
     return tables
 
 
-def empty_pool(kv_heads: int, head_dim: int) -> Array:
+def empty_pool(kv_heads: int, head_dim: int, dtype: str = "float16") -> Array:
+    if dtype == "int8":
+        return np.full((SLOTS * MAX_BLOCKS, kv_heads * PAGE * (2 * head_dim + 4)), 127, np.int8)
     return np.full((SLOTS * MAX_BLOCKS, 2 * kv_heads * PAGE * head_dim), np.nan, np.float16)
 
 
@@ -95,12 +101,84 @@ def test_against_the_engines_oracle(device: Device, heads: int, kv_heads: int, h
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
-def test_against_the_reference(device: Device, pairing: Pairing) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_int8_against_the_engines_oracle(
+    device: Device, heads: int, kv_heads: int, head_dim: int, pairing: Pairing
+) -> None:
+    """K is coded from what the rotation gives in fp32, before it is rounded to anything else."""
+    spec = replace(
+        SIZES["tiny"], n_heads=heads, n_kv_heads=kv_heads, head_dim=head_dim, rope_pairing=pairing, rope_theta=10000.0
+    )
+    qkv, slots, positions = some_tokens(heads, kv_heads, head_dim)
+    q, pool = run(device, qkv, slots, positions, empty_pool(kv_heads, head_dim, "int8"), heads, kv_heads, pairing)
+    x = qkv.reshape(len(qkv), -1, head_dim).transpose(1, 0, 2).astype(np.float32)  # (H + 2G, T, D)
+    turned = exact_rope(x[:-kv_heads], positions, spec)
+    keys, values = (encode(CacheMode.INT8, part) for part in (turned[heads:], x[-kv_heads:]))
+    for token in np.flatnonzero(slots >= 0):
+        assert np.array_equal(q[token].reshape(heads, head_dim), turned[:heads, token].astype(np.float16))
+        page = int8_page(pool[page_tables()[slots[token], LAYER, positions[token] // PAGE]], kv_heads)
+        place = positions[token] % PAGE
+        assert np.array_equal(page.keys[:, place], keys["levels"][:, token])
+        assert np.array_equal(page.key_scales[:, place], keys["scales"][:, token, 0])
+        assert np.array_equal(page.values[:, :, place], values["levels"][:, token])
+        assert np.array_equal(page.value_scales[:, place], values["scales"][:, token, 0])
+
+
+def code_of_keys(device: Device, keys: Array) -> tuple[Array, Array]:
+    """What the kernel makes of K float32 [T, 64]: levels [T, 64], scales [T]."""
+    count, half = keys.shape[0], keys.shape[1] // 2
+    qkv = np.zeros((count, 3, 2, half), np.float16)
+    qkv[:, 1, 0] = 1  # pairs (1, 0) of K turn to (cos, sin), which may be any numbers here
+    tables = np.arange(-(-count // PAGE), dtype=np.int32).reshape(1, 1, -1)
+    pool = device.upload(np.zeros((tables.size, PAGE * (2 * 2 * half + 4)), np.int8))
+    at = device.zeros(count, np.int32), device.upload(np.arange(count, dtype=np.int32))
+    angles = (device.upload(np.ascontiguousarray(part)) for part in np.split(keys, 2, axis=1))
+    paged = device.upload(tables), 0, pool, device.empty((count, 2 * half), np.float16)
+    rope(device, device.upload(qkv.reshape(count, -1)), *at, *angles, *paged, num_kv_heads=1, pairing="half")
+    pages = [int8_page(page, 1) for page in device.download(pool)]
+    levels = np.concatenate([page.keys[0] for page in pages])[:count]
+    return levels, np.concatenate([page.key_scales[0] for page in pages])[:count]
+
+
+def test_int8_around_the_edges_of_levels(device: Device) -> None:
+    """Values a few ulps around every edge, for scales of every kind: powers of two, all bits set, subnormal."""
+    rng = np.random.default_rng(0)
+    scales = np.array([2.0**-17, 2.0**-14 - 2.0**-24, 1, 2047 / 1024, 511.75, *rng.integers(1025, 2047, 20) / 1024])
+    edges = (np.arange(-127, 127) + 0.5) * scales[:, None]  # (scales, 254), exact in float32
+    ulps = rng.integers(-3, 4, edges.shape).astype(np.int32)
+    x = (edges.astype(np.float32).view(np.int32) + ulps).view(np.float32)
+    rows = np.concatenate([x, np.zeros((len(x), 61), np.float32)], axis=1).reshape(-1, 63)
+    largest = np.repeat(127 * scales, 5).astype(np.float32)[:, None]
+    keys = np.concatenate([rows, largest], axis=1)
+    levels, found = code_of_keys(device, keys)
+    expected = encode(CacheMode.INT8, keys)
+    assert np.array_equal(found, expected["scales"][:, 0]) and np.array_equal(found, np.repeat(scales, 5))
+    assert np.array_equal(levels, expected["levels"])
+
+
+def test_int8_of_values_out_of_the_ordinary(device: Device) -> None:
+    keys = np.random.default_rng(1).standard_normal((7, 64)).astype(np.float32)
+    keys[0] = 0
+    keys[1] *= 1e-12  # below every scale
+    keys[2, 5] = 1e6  # beyond fp16
+    keys[3, 6] = -3e38
+    keys[4] *= 2.0**-130
+    keys[5] = np.ldexp(np.float32(1), np.arange(-40, 24))
+    keys[6, 9] = np.nan
+    levels, scales = code_of_keys(device, keys)
+    expected = encode(CacheMode.INT8, keys[:6])
+    assert np.array_equal(levels[:6], expected["levels"]) and np.array_equal(scales[:6], expected["scales"][:, 0])
+    assert np.isnan(scales[6]), "whoever reads this token is to notice"
+
+
+@pytest.mark.parametrize("dtype", POOLS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_against_the_reference(device: Device, pairing: Pairing, dtype: str) -> None:
     """The whole pool: nothing else is written."""
     heads, kv_heads, head_dim = 4, 2, 64
     qkv, slots, positions = some_tokens(heads, kv_heads, head_dim)
-    q, pool = run(device, qkv, slots, positions, empty_pool(kv_heads, head_dim), heads, kv_heads, pairing)
-    expected_q, expected_pool = np.zeros_like(q), empty_pool(kv_heads, head_dim)
+    q, pool = run(device, qkv, slots, positions, empty_pool(kv_heads, head_dim, dtype), heads, kv_heads, pairing)
+    expected_q, expected_pool = np.zeros_like(q), empty_pool(kv_heads, head_dim, dtype)
     reference.rope(
         *(qkv, slots, positions, *angles(head_dim), page_tables(), LAYER, expected_pool, expected_q),
         num_kv_heads=kv_heads,
@@ -110,13 +188,15 @@ def test_against_the_reference(device: Device, pairing: Pairing) -> None:
     assert np.array_equal(pool, expected_pool, equal_nan=True)
 
 
-def test_one_token_at_a_time_gives_the_same_pages(device: Device) -> None:
+@pytest.mark.parametrize("dtype", POOLS)
+def test_one_token_at_a_time_gives_the_same_pages(device: Device, dtype: str) -> None:
     heads, kv_heads, head_dim = 2, 1, 128
     qkv, slots, positions = some_tokens(heads, kv_heads, head_dim)
     some = np.r_[20:27, 70:75, 104]
     qkv, slots, positions = qkv[some], slots[some], positions[some]
-    together, pool = run(device, qkv, slots, positions, empty_pool(kv_heads, head_dim), heads, kv_heads, "half")
-    one_by_one = empty_pool(kv_heads, head_dim)
+    empty = empty_pool(kv_heads, head_dim, dtype)
+    together, pool = run(device, qkv, slots, positions, empty, heads, kv_heads, "half")
+    one_by_one = empty
     for token in range(len(some)):
         at = slice(token, token + 1)
         q, one_by_one = run(device, qkv[at], slots[at], positions[at], one_by_one, heads, kv_heads, "half")

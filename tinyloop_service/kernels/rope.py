@@ -1,4 +1,5 @@
-"""Prompt tokens' q, K and V out of products: turns q and K, stores K and V in pages; launches kernels_cu/rope.cu.
+"""Prompt tokens' q, K and V out of products: turns q and K, stores K and V in pages; launches kernels_cu/rope.cu, and
+rope_int8.cu for int8 pages.
 
 All three come out of one product, or q out of one and K and V out of another: the bits are the same.
 
@@ -15,6 +16,7 @@ import numpy as np
 from tinyloop_service.kernels.decode_attention import PAGE_TOKENS, check_heads
 from tinyloop_service.kernels.device import Argument, Array, Device
 from tinyloop_service.kernels.match import match, require
+from tinyloop_service.kernels.page_layout import expected_pool, is_int8
 
 Pairing = Literal["half", "interleaved"]
 PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")
@@ -40,12 +42,14 @@ def rope(
 ) -> None:
     """q = turned q of every token; K turned and V as they are go to page tables[slot, layer, position / 64].
 
+    Into int8 pages they go coded: K from the fp32 values of its rotation, V from fp16.
+
     qkv              float16 [T, (H + 2G)·D]    q heads, K heads, V heads; G = num_kv_heads
     token_slot       int32 [T]                  negative: a padding token, for which nothing is written
     token_position   int32 [T]                  absolute
     cos, sin         float32 [max_seq_len, D/2]
     tables           int32 [slots, max_layers, max_blocks]
-    pool             float16 [pages, 2·G·64·D]
+    pool             float16 [pages, 2·G·64·D], or int8 [pages, 64·G·(2·D + 4)]
     q                float16 [T, H·D]
     """
     head_dim = 2 * cos.shape[-1]
@@ -58,12 +62,12 @@ def rope(
         cos=(cos, "float32", "M, D/2"),
         sin=(sin, "float32", "M, D/2"),
         tables=(tables, "int32", "S, L, B"),
-        pool=(pool, "float16", f"P, 2*G*{PAGE_TOKENS}*D"),
+        pool=expected_pool(pool),
         q=(q, "float16", "T, H*D"),
     )
     check_heads("rope", sizes, layer)
     arrays = qkv, token_slot, token_position, cos, sin, tables, pool, q
-    _launch(device, arrays, sizes, layer, pairing, dependent)
+    _launch(device, arrays, sizes, layer, pairing, dependent, stem="rope_int8" if is_int8(pool) else "rope")
 
 
 def rope_queries(
@@ -139,6 +143,7 @@ def _launch(
     layer: int,
     pairing: Pairing,
     dependent: bool,
+    stem: str = "rope",
 ) -> None:
     """`arrays` as the kernel takes them; sizes T, H, G, D, L and B."""
     num_tokens, heads, kv_heads, head_dim = (sizes[name] for name in "THGD")
@@ -150,4 +155,4 @@ def _launch(
     grid = (-(-num_tokens // _TOKENS) * kv_heads + -(-turning // _THREADS), 1, 1)
     scalars = (layer, num_tokens, heads, kv_heads, sizes["L"], sizes["B"])
     arguments: tuple[Argument, ...] = (*arrays, *map(np.int32, scalars))
-    device.launch(device.kernel("rope", "rope", **defines), grid, _THREADS, arguments, dependent=dependent)
+    device.launch(device.kernel(stem, stem, **defines), grid, _THREADS, arguments, dependent=dependent)

@@ -8,11 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels.references.decode_attention import PAGE_TOKENS, page_views
+from tinyloop_service.kernels.references.int8_pages import int8_page
 
 Array = NDArray[Any]
 
 
 def clone(pool: Array, triples: Array, *, head_dim: int) -> None:
+    if pool.dtype == np.int8:
+        _clone_int8(pool, triples, head_dim)
+        return
     num_kv_heads = pool.shape[1] // (2 * PAGE_TOKENS * head_dim)
     for source, target, num_tokens in triples:
         from_keys, from_values = page_views(pool[source], num_kv_heads)
@@ -21,9 +25,20 @@ def clone(pool: Array, triples: Array, *, head_dim: int) -> None:
         to_values[:, :, :num_tokens] = from_values[:, :, :num_tokens]
 
 
+def _clone_int8(pool: Array, triples: Array, head_dim: int) -> None:
+    num_kv_heads = pool.shape[1] // (PAGE_TOKENS * (2 * head_dim + 4))
+    for source, target, num_tokens in triples:
+        taken, given = (int8_page(pool[page], num_kv_heads) for page in (target, source))
+        taken.keys[:, :num_tokens] = given.keys[:, :num_tokens]
+        taken.values[:, :, :num_tokens] = given.values[:, :, :num_tokens]
+        taken.key_scales[:, :num_tokens] = given.key_scales[:, :num_tokens]
+        taken.value_scales[:, :num_tokens] = given.value_scales[:, :num_tokens]
+
+
 def zero(pool: Array, pages: Array) -> None:
     pool[pages] = 0
 
 
 def poison(pool: Array, pages: Array) -> None:
-    pool[pages] = np.nan
+    """In int8 levels of 127, and scales that are NaN: two bytes of 127."""
+    pool[pages] = 127 if pool.dtype == np.int8 else np.nan

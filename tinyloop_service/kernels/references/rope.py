@@ -1,4 +1,4 @@
-"""rope in NumPy: float32, products and sums rounded one by one, fp16 at the end.
+"""rope in NumPy: float32, products and sums rounded one by one, fp16 or int8's coding at the end.
 
 Same names and order as kernels/rope.py, without the device.
 """
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels.references.decode_attention import PAGE_TOKENS, page_views
+from tinyloop_service.kernels.references.int8_pages import int8_page, put
 
 Array = NDArray[Any]
 
@@ -38,9 +39,12 @@ def rope(
         turned = _turn(heads[:-num_kv_heads].astype(np.float32), cos[position], sin[position], pairing)
         q[token] = turned[:num_heads].ravel()
         page = pool[tables[token_slot[token], layer, position // PAGE_TOKENS]]
-        keys, values = page_views(page, num_kv_heads)
-        keys[:, position % PAGE_TOKENS] = turned[num_heads:]
-        values[:, :, position % PAGE_TOKENS] = heads[-num_kv_heads:]
+        place, keys, values = position % PAGE_TOKENS, turned[num_heads:], heads[-num_kv_heads:]
+        if page.dtype == np.int8:
+            put(int8_page(page, num_kv_heads), place, keys, values)
+        else:
+            page_keys, page_values = page_views(page, num_kv_heads)
+            page_keys[:, place], page_values[:, :, place] = keys, values
 
 
 def rope_queries(
@@ -72,10 +76,10 @@ def rope_keys_values(
 
 
 def _turn(x: Array, cos: Array, sin: Array, pairing: str) -> Array:
-    """x [heads, D], cos and sin [D/2] → float16 [heads, D]."""
+    """x [heads, D], cos and sin [D/2] → float32 [heads, D]."""
     half = x.shape[1] // 2
     first, second = (slice(0, half), slice(half, None)) if pairing == "half" else (slice(0, None, 2), slice(1, None, 2))
-    turned = np.empty(x.shape, np.float16)
+    turned = np.empty(x.shape, np.float32)
     turned[:, first] = x[:, first] * cos - x[:, second] * sin
     turned[:, second] = x[:, second] * cos + x[:, first] * sin
     return turned

@@ -1,0 +1,25 @@
+"""What a pool of pages looks like to the kernels.  Its dtype says what a page of 64 tokens of a cache layer holds:
+
+    float16   K [G][64][D], then V transposed [G][D][64]
+    int8      K and V likewise as levels, then fp16 scales of K and of V, [G][64] each: value = level · scale
+
+In: a pool.  Out: what `match` is to expect of it.  Refuses to know what is done with pages.
+"""
+
+from __future__ import annotations
+
+from tinyloop_service.kernels.device import Array
+from tinyloop_service.kernels.match import Expected
+
+PAGE_TOKENS = 64
+
+
+def is_int8(pool: Array) -> bool:
+    return pool.dtype.name == "int8"
+
+
+def expected_pool(pool: Array) -> Expected:
+    """For the argument `pool` of a kernel that reads or writes either."""
+    if is_int8(pool):
+        return pool, "int8", f"P, {PAGE_TOKENS}*G*(2*D + 4)"
+    return pool, "float16", f"P, 2*G*{PAGE_TOKENS}*D"
