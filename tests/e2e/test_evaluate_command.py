@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command_harness import Done, tinyloop
+from command_harness import TIMEOUT_S, Done, clean_environment, tinyloop
 
 from tinyloop_service.cli import evaluate as command
 from tinyloop_service.evaluate import plot as plotting
+from tinyloop_service.evaluate.rounding import ModelForward
 
 TEXT = "And God said, Let there be light: and there was light. — “Good.”\n" * 3
 
@@ -132,3 +139,59 @@ def test_a_plot_without_matplotlib_is_refused_before_any_work(
     monkeypatch.setattr(command, "_read_models", lambda paths: pytest.fail("models were read"))
     done = tinyloop("evaluate", tiny, "--text", book, "--plot", tmp_path / "q.svg", status=2)
     assert "--plot needs matplotlib: pip install 'tinyloop-service[plot]'" in done.err
+
+
+TALKATIVE = "from tinyloop_service.cli import main, output; output.QUIET_S = 0.01; main()"
+
+
+@contextmanager
+def evaluating(*arguments: str | Path, stderr: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+    """A process that tells its progress as soon as there is any."""
+    started = [sys.executable, "-c", TALKATIVE, "evaluate", *map(str, arguments)]
+    with subprocess.Popen(
+        started, stdout=subprocess.PIPE, stderr=stderr, text=True, env=clean_environment()
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_results_come_out_though_nobody_reads_the_progress(tiny: Path, book: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with evaluating(tiny, "--text", book, *QUICK, "--cache-modes", "none", "--json", stderr=writer) as process:
+        os.close(writer)
+        out, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0
+    assert json.loads(out)["reference"] == "tiny.tinyloop"
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "status"),
+    [
+        (signal.SIGINT, "error: ended by SIGINT before there was a result", 128 + signal.SIGINT),
+        (signal.SIGTERM, "error: ended by SIGTERM before there was a result", 128 + signal.SIGTERM),
+        (signal.SIGHUP, "error: ended by SIGHUP before there was a result", 128 + signal.SIGHUP),
+        (signal.SIGBUS, "Fatal Python error: Bus error", -signal.SIGBUS),
+    ],
+)
+def test_no_signal_ends_it_silently(tiny: Path, book: Path, number: signal.Signals, words: str, status: int) -> None:
+    book.write_text(TEXT * 3000, encoding="utf-8")  # minutes of work
+    with evaluating(tiny, "--text", book, *QUICK) as process:
+        assert process.stderr is not None
+        assert any(line.startswith("scoring windows: 0 %") for line in process.stderr)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, out) == (status, "")
+    assert words in err
+
+
+def test_not_enough_memory_is_one_line(tiny: Path, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*given: object) -> None:
+        raise MemoryError("Unable to allocate 40.0 GiB for an array")
+
+    monkeypatch.setattr(ModelForward, "run", exhausted)
+    done = tinyloop("evaluate", tiny, "--text", book, *QUICK, status=1)
+    assert done.err.startswith("Error: Unable to allocate 40.0 GiB for an array; take fewer --threads")
+    assert len(done.err.splitlines()) == 1

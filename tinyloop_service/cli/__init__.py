@@ -7,7 +7,8 @@
     demo                                          all of it in a minute
 
 Results go to standard output (`--json` for scripts), progress and errors to standard error.
-Exit status: 0 done, 1 refused or failed (one line says why and what to do), 2 wrong usage, 130 Ctrl-C.
+Exit status: 0 done, 1 refused or failed (one line says why and what to do), 2 wrong usage, 130 Ctrl-C,
+128 + number another signal.
 """
 
 from tinyloop_service.cli.main import main

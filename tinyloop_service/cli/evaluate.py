@@ -116,8 +116,12 @@ def evaluate(
         models = _read_models(ordered)
     started = time.monotonic()
     chosen = Options(**{name: value for name, value in options.items() if value is not None})
-    with output.progressing("scoring windows") as progress:
-        report = evaluate(models, named_texts, chosen, progress)
+    try:
+        with output.progressing("scoring windows") as progress:
+            report = evaluate(models, named_texts, chosen, progress)
+    except MemoryError as error:
+        where = str(error) or "not enough memory"
+        raise click.ClickException(f"{where}; take fewer --threads or shorter --window-tokens") from None
     facts = {**_circumstances(time.monotonic() - started), **as_dict(report)}
     _write(report, facts, save, plot)
     if as_json:

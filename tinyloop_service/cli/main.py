@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -44,6 +45,8 @@ for command in (serve, prefix, generate, model, init, inspect, quantize, convert
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; always leaves through SystemExit."""
+    if sys.stderr is not None and not faulthandler.is_enabled():
+        faulthandler.enable()  # a crash of native code says where it was
     sys.exit(_status(arguments))
 
 

@@ -6,6 +6,7 @@ In: values and text.  Out: lines for people, or JSON for scripts.  Colour and mo
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,8 +32,16 @@ from rich.text import Text
 UNBROKEN = 240  # columns, where no terminal says how many there are
 QUIET_S = 2.0  # a wait longer than this shows what it waits for
 
+
+class _Messages(Console):
+    """Standard error.  Where nobody reads it any more, results still go to whoever reads standard output."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True  # and no more: rich would also turn standard output away, and end the thread that printed
+
+
 out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+err = _Messages(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
@@ -154,12 +163,38 @@ class Progressing(Protocol):
 
 @contextmanager
 def progressing(doing: str) -> Iterator[Progressing]:
-    """For minutes of work: a bar with the time that is left, elsewhere a line a tenth, at least two seconds apart."""
+    """For minutes of work: a bar with the time that is left, elsewhere a line a tenth, at least two seconds apart.
+
+    A signal that ends it is told of.
+    """
     if not err.is_terminal:
-        with waiting(doing) as say:
+        with _telling_signals(), waiting(doing) as say:
             yield lambda done, total, stage=doing: say(f"{stage}: {10 * (10 * done // total)} %")
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with _telling_signals(), Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task(doing, total=None)
         yield lambda done, total, stage=doing: progress.update(task, completed=done, total=total, description=stage)
+
+
+@contextmanager
+def _telling_signals() -> Iterator[None]:
+    """Signals of which a process dies without a word: one error at once, then SystemExit of 128 + number."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one waits for nothing
+        print_error(f"ended by {signal.Signals(number).name} before there was a result; start it again")
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # where Python allows no handlers
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    deadly = {number: old for number, old in handlers.items() if old in (signal.SIG_DFL, signal.default_int_handler)}
+    for number in deadly:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, old in deadly.items():
+            signal.signal(number, old)
