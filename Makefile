@@ -17,7 +17,7 @@ GPU_RESULTS ?= build/gpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check lint protos clean test-gpu bench-gpu sanitize-gpu
+.PHONY: help demo serve test check lint protos ops-tools clean test-gpu bench-gpu sanitize-gpu
 
 help:
 	@echo "make demo    start a server with the demo model, share one prefix among 10 concurrent requests, measure it"
@@ -25,6 +25,7 @@ help:
 	@echo "make test    every test (at most 6 minutes on two cores)"
 	@echo "make lint    ruff, mypy --strict, import-linter, buf lint"
 	@echo "make check   lint and test"
+	@echo "make ops-tools  Redis, which the tests of names start; make test does it where it can"
 	@echo "make protos  generate tinyloop_service/pb from protos/ again"
 	@echo "make clean   remove .venv, caches and build outputs"
 	@echo
@@ -39,7 +40,7 @@ demo: $(RUN_READY)
 serve: $(RUN_READY)
 	@$(BIN)/tinyloop serve
 
-test: $(DEV_READY)
+test: $(DEV_READY) ops-tools
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 check: lint test
@@ -53,6 +54,12 @@ lint: $(DEV_READY)
 
 protos: $(DEV_READY)
 	$(BIN)/python protos/generate.py
+
+# What tests run for real and pip does not have.  Without it their tests are skipped; in CI they fail.
+ops-tools:
+	@command -v redis-server >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } \
+	  || echo "redis-server is missing, its tests will be skipped; on Debian and Ubuntu: apt install redis-server"
 
 test-gpu: $(GPU_READY)
 	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) kernels engine

@@ -18,6 +18,7 @@
     │   ├── QueueFull
     │   ├── WarmingUp
     │   ├── Draining
+    │   ├── RegistryUnavailable       names cannot be looked up or changed just now
     │   └── ModelClosed                   final: construct a new Model
     ├── DeadlineExceeded (TimeoutError)   the caller's own time limit ran out
     └── EngineFault (RuntimeError)        the step failed; its requests fail, others live
@@ -133,6 +134,12 @@ class WarmingUp(Unavailable):
 
 class Draining(Unavailable):
     reason = "DRAINING"
+
+
+class RegistryUnavailable(Unavailable):
+    """The registry of names does not answer.  What is in memory goes on; whether a change was made is not known."""
+
+    reason = "REGISTRY_UNAVAILABLE"
 
 
 class ModelClosed(Unavailable):

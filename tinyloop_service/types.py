@@ -106,6 +106,40 @@ class PrefixInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Ancestor:
+    """A prefix that another one hangs from: the first `end` of its tokens, at its loops and window."""
+
+    uid: str
+    name: str  # when the child was made; it may have ended since
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRecord:
+    """What a registry keeps of a named prefix: all that it takes to build it again, in any process, and no state."""
+
+    tenant: str
+    name: str
+    uid: str
+    revision: int
+    tokens: TokenIds  # the whole input, the ancestors' included
+    loops: int
+    cache_window: int
+    ancestors: tuple[Ancestor, ...]  # the root first, the parent last
+    content_sha256: str
+    pinned: bool
+    create_time_ns: int
+    expire_time_ns: int | None
+
+    @property
+    def etag(self) -> str:
+        return f"{self.uid}-{self.revision}"
+
+    def is_expired(self, now_ns: int) -> bool:
+        return self.expire_time_ns is not None and self.expire_time_ns <= now_ns
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One Generate call, validated and tokenised."""
 

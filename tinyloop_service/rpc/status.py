@@ -48,6 +48,7 @@ TABLE: dict[type[TinyLoopError], grpc.StatusCode] = {
     errors.QueueFull: Code.UNAVAILABLE,
     errors.WarmingUp: Code.UNAVAILABLE,
     errors.Draining: Code.UNAVAILABLE,
+    errors.RegistryUnavailable: Code.UNAVAILABLE,
     errors.ModelClosed: Code.UNAVAILABLE,
     errors.DeadlineExceeded: Code.DEADLINE_EXCEEDED,
     errors.EngineFault: Code.INTERNAL,

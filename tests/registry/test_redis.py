@@ -1,0 +1,105 @@
+"""The shared registry: news of changes, and what happens when Redis goes away, refuses or forgets."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from records import TENANT, record
+from redis_server import RedisServer, running_redis
+
+from tinyloop_service.errors import InvalidArgument, RegistryUnavailable
+from tinyloop_service.registry import Realm, open_registry, redis
+
+Registry = redis.RedisRegistry
+
+
+@pytest.fixture
+async def replicas(redis_server: RedisServer) -> AsyncIterator[tuple[Registry, Registry]]:
+    realm = Realm(uuid.uuid4().hex, "fp16")
+    both = (await Registry.open(redis_server.url, realm), await Registry.open(redis_server.url, realm))
+    yield both
+    for registry in both:
+        await registry.close()
+
+
+async def test_changes_are_told_from_a_position_on(replicas: tuple[Registry, Registry]) -> None:
+    a, b = replicas
+    first = record()
+    await a.write(first, replaces=None)
+    start = (await b.changes(None)).position
+    assert (await b.changes(start)).etags == {}
+    second, other = record(revision=2), record("other", tenant="")
+    await a.write(second, replaces=first.etag)
+    await a.write(other, replaces=None)
+    await a.write(record("short-lived"), replaces=None)
+    await a.remove(TENANT, "short-lived", etag=record("short-lived").etag)
+    news = await b.changes(start)
+    assert news.etags == {(TENANT, "genesis"): second.etag, ("", "other"): other.etag, (TENANT, "short-lived"): None}
+    assert (await b.changes(news.position)).etags == {}
+
+
+async def test_who_is_far_behind_is_told_to_look_at_everything(
+    replicas: tuple[Registry, Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis, "MAX_LOG", 3)
+    a, b = replicas
+    start = (await b.changes(None)).position
+    for i in range(3):
+        await a.write(record(f"n{i}"), replaces=None)
+    told = (await b.changes(start)).etags
+    assert told is not None and len(told) == 3
+    await a.write(record("n3"), replaces=None)
+    assert (await b.changes(start)).etags is None
+    assert await b.changes(start + 1000) == redis.Changes(start + 4, None), "Redis has gone back in time"
+
+
+async def test_waiting_ends_with_the_news(replicas: tuple[Registry, Registry]) -> None:
+    a, b = replicas
+    await b.wait(0.01)  # from here on it listens
+    waiting = asyncio.create_task(b.wait(60.0))
+    await a.write(record(), replaces=None)
+    async with asyncio.timeout(30.0):
+        await waiting
+
+
+async def test_a_redis_that_ends_is_unavailable_and_comes_back_with_its_names(tmp_path: Path) -> None:
+    with running_redis(tmp_path) as server:
+        registry = await Registry.open(server.url, Realm("m", "fp16"))
+        await registry.wait(0.01)
+        assert await registry.write(record(), replaces=None)
+        server.kill()
+        for call in (
+            registry.read(TENANT, "genesis"),
+            registry.write(record("new"), replaces=None),
+            registry.remove(TENANT, "genesis", etag=record().etag),
+            registry.page(TENANT, after="", limit=1),
+            registry.changes(0),
+            registry.purge(0),
+        ):
+            with pytest.raises(RegistryUnavailable):
+                await call
+        await registry.wait(0.01)  # does not mind
+        with pytest.raises(RegistryUnavailable):
+            await Registry.open(server.url, Realm("m", "fp16"))
+        server.start()
+        assert await registry.read(TENANT, "genesis") == record()
+        assert await registry.read(TENANT, "new") is None
+        assert await registry.write(record("new"), replaces=None)
+        await registry.close()
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:99999", "redis://host:notaport"])
+async def test_an_address_that_cannot_be_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgument):
+        await open_registry(url, Realm("m", "fp16"))
+
+
+async def test_a_redis_that_lets_nobody_in_is_refused_without_the_password(redis_server: RedisServer) -> None:
+    url = redis_server.url.replace("redis://", "redis://user:very-secret@")
+    with pytest.raises(InvalidArgument, match="Redis refuses") as caught:
+        await open_registry(url, Realm("m", "fp16"))
+    assert "very-secret" not in str(caught.value)
