@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import socket
@@ -35,10 +34,11 @@ from tinyloop_service.engine.api import Engine
 from tinyloop_service.engine.tensors import with_fp16_blocks
 from tinyloop_service.engine.weights import ModelWeights, read_model
 from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.observe.hub import Observation
 from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.server import Health, listen, make_server
 from tinyloop_service.scheduler.loop import Scheduler
-from tinyloop_service.settings import EngineKind, EngineSettings, LogFormat, ServerSettings, Settings
+from tinyloop_service.settings import EngineKind, EngineSettings, Settings
 from tinyloop_service.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ class App:
     def __init__(self, settings: Settings, load: Callable[[], LoadedModel]) -> None:
         self._settings = settings
         self._load = load
-        self._backend = Backend(settings.server.replica or socket.gethostname())
+        self._observation = Observation(settings.server)
+        self._backend = Backend(settings.server.replica or socket.gethostname(), self._observation)
         self._scheduler: Scheduler | None = None
         self._health = Health()
         self._warming: asyncio.Task[None] | None = None
@@ -170,9 +171,20 @@ class App:
         self.address = listen(self._server, server.listen, "listen")
         if server.health_listen:
             self.health_address = await self._health.start(server.health_listen)
+        self._observation.start()
         await self._server.start()
-        _log.info("listening", address=self.address, health=self.health_address or None)
+        _log.info(
+            "listening",
+            address=self.address,
+            health=self.health_address or None,
+            metrics=self.metrics_address or None,
+        )
         self._warming = asyncio.create_task(self._warm_up(), name="tinyloop-warm-up")
+
+    @property
+    def metrics_address(self) -> str:
+        """Empty without a metrics port, and before `start`."""
+        return self._observation.address
 
     async def ready(self) -> None:
         """Wait until requests are served.  Raises what loading the model raised."""
@@ -184,6 +196,7 @@ class App:
         settings = self._settings.server
         grace_s = settings.drain_grace_s if grace_s is None else grace_s
         await self._health.set_ready(False)
+        self._observation.drain()
         await self._unless_hurried(asyncio.sleep(settings.drain_pause_s))
         if self._warming is not None and not self._warming.done():
             self._warming.cancel()
@@ -193,6 +206,7 @@ class App:
             await self._unless_hurried(_close(self._scheduler))
         await self._server.stop(None if self._hurry.is_set() else _FLUSH_S)
         await self._health.stop()
+        await self._observation.stop()
         _log.info("stopped")
 
     def hurry(self) -> None:
@@ -234,12 +248,22 @@ class App:
     async def _warm_up(self) -> None:
         self._loader, loading = _start_thread(self._load)
         loaded = await loading
-        scheduler = Scheduler(loaded.engine, self._settings.scheduler, tokenizer=loaded.tokenizer)
+        scheduler = Scheduler(
+            loaded.engine, self._settings.scheduler, tokenizer=loaded.tokenizer, observer=self._observation
+        )
         await scheduler.start()
+        limits = scheduler.limits
         self._scheduler = scheduler
         self._backend.open(scheduler, loaded.config)
+        self._observation.open(
+            scheduler.load,
+            replica=self._backend.replica,
+            model_id=limits.model_id,
+            engine=scheduler.engine_name,
+            cache_mode=limits.cache_mode.value,
+        )
         await self._health.set_ready(True)
-        _log.info("ready", engine=scheduler.engine_name, model_id=scheduler.limits.model_id)
+        _log.info("ready", engine=scheduler.engine_name, model_id=limits.model_id)
 
     def _catch_signals(self, stopping: asyncio.Event) -> None:
         def caught(number: signal.Signals) -> None:
@@ -258,27 +282,6 @@ class App:
             task.cancel()
         if working.done() and not working.cancelled():
             working.result()
-
-
-def configure_logging(settings: ServerSettings) -> None:
-    """structlog to standard error, one line an event; JSON or for people."""
-    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
-    chain: list[Any] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    if settings.log_format is LogFormat.JSON:
-        chain += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    else:
-        plain = structlog.dev.plain_traceback  # the rich one prints local variables, prompts among them
-        chain.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain))
-    structlog.configure(
-        processors=chain,
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
 
 
 async def _close(scheduler: Scheduler) -> None:

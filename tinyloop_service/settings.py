@@ -119,14 +119,19 @@ class ServerSettings:
     max_request_bytes: int = 16 * 2**20
     log_level: LogLevel = LogLevel.INFO
     log_format: LogFormat = LogFormat.CONSOLE
+    metrics_listen: str | None = None  # where Prometheus reads, by HTTP; None: nowhere
+    slow_request_s: float | None = 30.0  # a call that takes longer is logged as a warning, with its phases
 
     def __post_init__(self) -> None:
-        for name in ("listen", "health_listen"):
+        for name in ("listen", "health_listen", "metrics_listen"):
             address = getattr(self, name)
             if address is not None:
                 self._check_address(name, address)
         for name in ("drain_pause_s", "drain_grace_s"):
             _require(getattr(self, name) >= 0, name, f"{getattr(self, name)} given, at least 0 expected")
+        slow_s, metrics = self.slow_request_s, self.metrics_listen or ""
+        _require(slow_s is None or slow_s > 0, "slow_request_s", f"{slow_s} given, above 0 expected, or none")
+        _require(not metrics.startswith("unix:"), "metrics_listen", f"{metrics!r} given, HOST:PORT expected")
         age = self.max_connection_age_s
         _require(age is None or age > 0, "max_connection_age_s", f"{age} given, above 0 expected")
         _require(self.max_request_bytes >= 2**16, "max_request_bytes", f"{self.max_request_bytes} given, 64KiB or more")

@@ -103,6 +103,7 @@ class PrefixInfo:
     build_ns: int  # 0 until built
     tokens_built: int  # progress while BUILDING
     error: str | None = None  # why FAILED
+    build_start_ns: int = 0  # of the last build
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,3 +236,10 @@ class Load:
     prefixes_building: int
     prefixes_evicted: int
     accepting: bool
+    prefixes_failed: int = 0
+    requests_running: int = 0
+    # since the start
+    prefix_evictions: int = 0
+    prompt_tokens: int = 0  # of all admitted requests, each counted once
+    cached_tokens: int = 0  # of them, not computed on the request's behalf
+    generated_tokens: int = 0

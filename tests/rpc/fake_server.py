@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from rpc_harness import CONFIG
 
-from tinyloop_service.app import App, LoadedModel, configure_logging, run_process
+from tinyloop_service.app import App, LoadedModel, run_process
 from tinyloop_service.engine.fake import FakeEngine
+from tinyloop_service.observe.logs import configure_logging
 from tinyloop_service.settings import LogFormat, ServerSettings, Settings
 
 

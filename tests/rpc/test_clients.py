@@ -22,6 +22,7 @@ from tinyloop_service.app import App, LoadedModel
 from tinyloop_service.client import AsyncClient, Client, RemotePrefixCache, channel, keepers
 from tinyloop_service.client.calls import HANDLE_TTL_NS
 from tinyloop_service.engine.fake import FakeEngine
+from tinyloop_service.observer import CallRecord
 from tinyloop_service.rpc import boundary
 from tinyloop_service.settings import SchedulerSettings, Settings
 from tinyloop_service.types import FinishReason, PrefixState
@@ -181,9 +182,10 @@ async def test_the_routing_header_and_the_token_are_sent(served: Served, monkeyp
     seen: list[tuple[str, dict[str, Any]]] = []
     enter = boundary.answering.__aenter__
 
-    async def spy(self: boundary.answering) -> None:
-        seen.append((self._method, dict(self._context.invocation_metadata())))
-        await enter(self)
+    async def spy(self: boundary.answering) -> CallRecord:
+        call = await enter(self)
+        seen.append((call.method, dict(self._context.invocation_metadata())))
+        return call
 
     monkeypatch.setattr(boundary.answering, "__aenter__", spy)
     async with served.client(token="secret") as client:

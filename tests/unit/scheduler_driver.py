@@ -11,7 +11,7 @@ from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, FaultAt
 from tinyloop_service.engine.fake_tokens import expected_tokens
 from tinyloop_service.errors import EngineFault, TinyLoopError
 from tinyloop_service.scheduler.core import Core
-from tinyloop_service.scheduler.events import Admitted, Failed, Sampled
+from tinyloop_service.scheduler.events import Admitted, BuildEnded, Failed, Sampled
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.types import FinishReason, GenerationRequest, PrefixDefinition, PrefixInfo, TokenIds
 
@@ -64,6 +64,7 @@ class Driver:
         self.in_flight: deque[Plan] = deque()
         self.requests: dict[int, Watched] = {}
         self.changed: list[str] = []
+        self.builds: list[BuildEnded] = []
         self.plans: list[Plan] = []
         self.now_ns = 10**9
         self._num_uids = 0
@@ -190,6 +191,8 @@ class Driver:
                 watched = self.requests.get(event.request)
                 if watched is not None:
                     self._apply(watched, event)
+            elif isinstance(event, BuildEnded):
+                self.builds.append(event)
             else:
                 self.changed.append(event.uid)
 

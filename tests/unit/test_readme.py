@@ -13,6 +13,7 @@ import pytest
 from tinyloop_service.cli.main import group
 from tinyloop_service.cli.options import SETTING_FLAGS, SETTING_SWITCHES
 from tinyloop_service.errors import BudgetExceeded, ModelFileError, TinyLoopError, Unavailable
+from tinyloop_service.observe.exposition import FAMILIES, Counter, Distribution, Gauge
 from tinyloop_service.rpc.status import TABLE
 from tinyloop_service.settings import EngineSettings, SchedulerSettings, ServerSettings
 
@@ -48,6 +49,12 @@ def shown(setting: Field[object]) -> str:
 def test_the_settings_table_is_the_settings() -> None:
     expected = {f"`TINYLOOP_{name.upper()}`": shown(field) for name, field in SETTINGS.items()}
     assert {row[0]: row[1] for row in rows("Settings")} == expected
+
+
+def test_the_metrics_table_is_the_metrics() -> None:
+    kinds = {Counter: "counter", Gauge: "gauge", Distribution: "histogram"}
+    stated = [tuple(row[:3]) for row in rows("Watching it") if row[1] in kinds.values()]
+    assert stated == [(f"`{f.name}`", kinds[type(f)], ", ".join(f.labels)) for f in FAMILIES]
 
 
 def test_every_flag_is_a_setting() -> None:

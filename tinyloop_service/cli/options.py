@@ -57,6 +57,8 @@ SETTING_FLAGS = {
     "max_prefixes": "Prefixes kept in memory; beyond it the least recently used are evicted.  [default: 2048]",
     "drain_grace_s": "Seconds that running requests get to finish after SIGTERM.  [default: 30]",
     "log_level": "debug, info, warning or error.  [default: info]",
+    "metrics_listen": "Where Prometheus reads metrics by HTTP; none for nowhere.  [default: none]",
+    "slow_request_s": "Log calls that take longer than this, in seconds, as warnings; none: never.  [default: 30]",
     "log_format": "console for people, json for machines.  [default: console]",
 }
 SETTING_SWITCHES = {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     "model",
     "listen",
     "health_listen",
+    "metrics_listen",
     "engine",
     "threads",
     "kv_memory",
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     "drain_grace_s",
     "reflection",
     "insecure_any_address",
+    "slow_request_s",
     "log_level",
     "log_format",
 )
@@ -43,8 +45,9 @@ def serve(**given: str | bool | None) -> None:
       tinyloop serve --model 407m.tinyloop --listen 127.0.0.1:50051 --kv-memory 2GiB
       tinyloop serve --listen 127.0.0.1:0 --health-listen none
     """
-    from tinyloop_service.app import App, configure_logging, load_model, run_process
+    from tinyloop_service.app import App, load_model, run_process
     from tinyloop_service.demo import MODEL_PATH
+    from tinyloop_service.observe.logs import configure_logging
 
     settings = read_settings(given)
     configure_logging(settings.server)
@@ -58,6 +61,7 @@ def _report(step: str) -> None:
 
 
 def _announce(app: App) -> None:
-    """The line that scripts wait for: serving ADDRESS [health ADDRESS]."""
+    """The line that scripts wait for: serving ADDRESS [health ADDRESS] [metrics ADDRESS]."""
     health = f" health {app.health_address}" if app.health_address else ""
-    click.echo(f"serving {app.address}{health}")
+    metrics = f" metrics {app.metrics_address}" if app.metrics_address else ""
+    click.echo(f"serving {app.address}{health}{metrics}")

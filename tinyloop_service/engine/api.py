@@ -151,6 +151,15 @@ class Plan:
     num_steps: int = 1  # decode steps, back to back
     drop: tuple[Drop, ...] = ()
 
+    @property
+    def num_rows(self) -> int:
+        """Sequences that are fed or decoded."""
+        return len(self.first) + len(self.prefill) + len(self.decode)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prefill.tokens) for prefill in self.prefill)
+
     def sequences(self) -> set[SequenceId]:
         """Every sequence whose state this plan advances; all of them fail if the step does."""
         named = {o.seq for o in self.open} | {e.seq for e in self.extend} | {c.seq for c in self.clone}

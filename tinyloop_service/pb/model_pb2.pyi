@@ -100,7 +100,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("rows_running", "requests_waiting", "pages_total", "pages_free", "pages_prefixes", "pages_requests", "pages_active", "page_bytes", "prefixes_ready", "prefixes_building", "prefixes_evicted", "accepting")
+    __slots__ = ("rows_running", "requests_waiting", "pages_total", "pages_free", "pages_prefixes", "pages_requests", "pages_active", "page_bytes", "prefixes_ready", "prefixes_building", "prefixes_evicted", "accepting", "prefixes_failed", "requests_running", "prefix_evictions", "prompt_tokens", "cached_tokens", "generated_tokens")
     ROWS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,12 @@ class Load(_message.Message):
     PREFIXES_BUILDING_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_EVICTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTING_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     rows_running: int
     requests_waiting: int
     pages_total: int
@@ -125,7 +131,13 @@ class Load(_message.Message):
     prefixes_building: int
     prefixes_evicted: int
     accepting: bool
-    def __init__(self, rows_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_prefixes: _Optional[int] = ..., pages_requests: _Optional[int] = ..., pages_active: _Optional[int] = ..., page_bytes: _Optional[int] = ..., prefixes_ready: _Optional[int] = ..., prefixes_building: _Optional[int] = ..., prefixes_evicted: _Optional[int] = ..., accepting: bool = ...) -> None: ...
+    prefixes_failed: int
+    requests_running: int
+    prefix_evictions: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    def __init__(self, rows_running: _Optional[int] = ..., requests_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_prefixes: _Optional[int] = ..., pages_requests: _Optional[int] = ..., pages_active: _Optional[int] = ..., page_bytes: _Optional[int] = ..., prefixes_ready: _Optional[int] = ..., prefixes_building: _Optional[int] = ..., prefixes_evicted: _Optional[int] = ..., accepting: bool = ..., prefixes_failed: _Optional[int] = ..., requests_running: _Optional[int] = ..., prefix_evictions: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "add_bos")

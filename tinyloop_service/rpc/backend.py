@@ -1,4 +1,4 @@
-"""What stands behind the servicers: a scheduler, once the model is loaded; and text to ids, off the event loop."""
+"""What stands behind the servicers: a scheduler, once the model is loaded; who watches; text to ids, off the loop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from tinyloop_service.engine.api import Limits
 from tinyloop_service.errors import InvalidArgument, WarmingUp
+from tinyloop_service.observer import UNWATCHED, Observer
+from tinyloop_service.rpc.boundary import Context, answering
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.text import Tokenizer
 from tinyloop_service.types import TokenIds
@@ -19,8 +21,9 @@ _SHORT_TEXT = 2000  # characters that are tokenised at once, in well under a mil
 class Backend:
     """Empty while the server warms up; filled once by `open`."""
 
-    def __init__(self, replica: str) -> None:
+    def __init__(self, replica: str, observer: Observer = UNWATCHED) -> None:
         self.replica = replica
+        self.observer = observer
         self.config: Mapping[str, Any] = {}
         self._scheduler: Scheduler | None = None
 
@@ -28,6 +31,10 @@ class Backend:
         """From now on calls are served.  `config`: the configuration in the model file."""
         self._scheduler = scheduler
         self.config = config
+
+    def answering(self, context: Context, method: str) -> answering:
+        """What goes around the body of a method, Service/Method."""
+        return answering(context, method, self.observer)
 
     @property
     def scheduler(self) -> Scheduler:

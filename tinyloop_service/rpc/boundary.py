@@ -1,23 +1,22 @@
-"""The edge of every RPC: request id, one log line, errors to statuses.
+"""The edge of every RPC: request id, errors to statuses, and what the observer hears of it.
 
-`answering(context, method)` goes around a method's whole body, streaming ones included:
+`answering(context, method, observer)` goes around a method's whole body, streaming ones included:
 
     our errors             → abort with their status (status.py)
-    anything unforeseen    → INTERNAL that says nothing of itself; the log has the traceback
+    anything unforeseen    → INTERNAL that says nothing of itself; the observer gets the exception
     the caller's cancel    → re-raised: swallowing it leaks the call (also deadline and lost connection)
     a stray CancelledError → INTERNAL: let out, it would leave the caller hanging
 
 A request id comes from the caller's `x-request-id` or is made here; it is in every log line, in ErrorInfo and in the
-trailers.  It never travels as initial metadata: that would end the caller's right to retry.  No prompt text is logged.
+trailers.  It never travels as initial metadata: that would end the caller's right to retry.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from types import TracebackType
 from typing import Any
 
@@ -25,58 +24,69 @@ import grpc
 import structlog
 
 from tinyloop_service.errors import InvalidArgument, TinyLoopError
+from tinyloop_service.observer import CallRecord, Observer, now_ns
 from tinyloop_service.rpc.status import to_status
 
 REQUEST_ID_KEY = "x-request-id"
+TRACE_KEYS = ("traceparent", "tracestate")  # W3C trace context
+PACKAGE = "tinyloop.v1"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_log = structlog.get_logger("tinyloop.rpc")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 
 class answering:
-    """Around the body of one RPC; the table is in the module's docstring."""
+    """Around the body of one RPC; the table is in the module's docstring.  Entering it gives the call's record, for the
+    body to say which prefix and which request it is about."""
 
-    def __init__(self, context: Context, method: str) -> None:
+    def __init__(self, context: Context, method: str, observer: Observer) -> None:
+        """method: Service/Method, for example "PrefixService/GetPrefix"."""
         self._context = context
-        self._method = method
-        self._begin_ns = time.monotonic_ns()
-        self._request_id = _request_id(context)
+        self._observer = observer
+        service, _, name = method.partition("/")
+        given = _metadata(context, (REQUEST_ID_KEY, *TRACE_KEYS))
+        wanted = given.pop(REQUEST_ID_KEY, "")
+        request_id = wanted if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
+        self._call = CallRecord(f"{PACKAGE}.{service}", name, request_id, now_ns(), tuple(given.items()))
 
-    async def __aenter__(self) -> None:
-        structlog.contextvars.bind_contextvars(request_id=self._request_id, method=self._method)
-        self._context.set_trailing_metadata(((REQUEST_ID_KEY, self._request_id),))
+    async def __aenter__(self) -> CallRecord:
+        call = self._call
+        structlog.contextvars.bind_contextvars(request_id=call.request_id, method=call.method)
+        self._context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
+        return call
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        took = {"ms": round((time.monotonic_ns() - self._begin_ns) / 1e6, 3)}
         if error is None:
-            _log.info("answered", **took)
+            self._ended()
         elif isinstance(error, asyncio.CancelledError) and _cancelled_by_caller():
-            _log.info("cancelled", **took)
+            self._call.code = grpc.StatusCode.CANCELLED.name
+            self._ended()
         elif isinstance(error, Exception | asyncio.CancelledError):
-            await self._refuse(error, took)
+            await self._refuse(error)
 
-    async def _refuse(self, error: BaseException, took: dict[str, float]) -> None:
-        """Log `error` once and end the call with its status.  Always raises."""
-        status = to_status(error, self._request_id)
-        facts = {"code": status.code.name, "reason": status.reason, **took}
-        if not isinstance(error, TinyLoopError):
-            _log.error("failed", **facts, exc_info=error)
-        elif status.code is grpc.StatusCode.INTERNAL:
-            _log.error("failed", **facts, error=str(error))
-        else:
-            _log.info("refused", **facts)
-        trailers = (*status.trailers, (REQUEST_ID_KEY, self._request_id))
+    async def _refuse(self, error: BaseException) -> None:
+        """End the call with the status of `error`.  Always raises."""
+        call, status = self._call, to_status(error, self._call.request_id)
+        call.code, call.reason = status.code.name, status.reason
+        if status.code is grpc.StatusCode.INTERNAL or not isinstance(error, TinyLoopError):
+            call.error = error
+        self._ended()
+        trailers = (*status.trailers, (REQUEST_ID_KEY, call.request_id))
         await self._context.abort(status.code, status.message, trailers)
+
+    def _ended(self) -> None:
+        self._call.end_ns = now_ns()
+        self._observer.call_ended(self._call)
 
 
 class RefuseMalformed(grpc.aio.ServerInterceptor):
     """Answers bytes that are no valid request with INVALID_ARGUMENT; gRPC alone would call them INTERNAL."""
 
-    def __init__(self) -> None:
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
         self._handlers: dict[str, Any] = {}  # by method
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -85,7 +95,7 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
             if handler is None or handler.request_streaming or handler.request_deserializer is None:
                 return handler
-            self._handlers[method] = _refusing_malformed(handler, method)
+            self._handlers[method] = _refusing_malformed(handler, method, self._observer)
         return self._handlers[method]
 
 
@@ -93,9 +103,9 @@ class _Malformed:
     """Stands for a request that could not be parsed."""
 
 
-def _refusing_malformed(handler: Any, method: str) -> Any:
+def _refusing_malformed(handler: Any, method: str, observer: Observer) -> Any:
     kind = "unary_stream" if handler.response_streaming else "unary_unary"
-    behaviour = _refusing(getattr(handler, kind), method)
+    behaviour = _refusing(getattr(handler, kind), method.removeprefix(f"/{PACKAGE}."), observer)
     return handler._replace(**{"request_deserializer": _tolerant(handler.request_deserializer), kind: behaviour})
 
 
@@ -109,21 +119,20 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return read
 
 
-def _refusing(behaviour: Behaviour, method: str) -> Behaviour:
+def _refusing(behaviour: Behaviour, method: str, observer: Observer) -> Behaviour:
     async def call(request: Any, context: Context) -> Any:
         if isinstance(request, _Malformed):
-            async with answering(context, method.rpartition("/")[2]):
+            async with answering(context, method, observer):
                 raise InvalidArgument("request", "is not a valid message of this method; strings must be UTF-8")
         return await behaviour(request, context)
 
     return call
 
 
-def _request_id(context: Context) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
-            return value
-    return uuid.uuid4().hex
+def _metadata(context: Context, keys: Collection[str]) -> dict[str, str]:
+    """What the caller sent under these keys, as text."""
+    sent = context.invocation_metadata() or ()
+    return {key: value for key, value in sent if key in keys and isinstance(value, str)}
 
 
 def _cancelled_by_caller() -> bool:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from tinyloop_service.completion import CompletionBuilder
 from tinyloop_service.errors import InvalidArgument, PrefixNotFound
+from tinyloop_service.observer import CallRecord
 from tinyloop_service.pb import generation_pb2, generation_pb2_grpc, prefix_pb2
 from tinyloop_service.rpc.backend import TENANT, Backend
-from tinyloop_service.rpc.boundary import Context, answering
+from tinyloop_service.rpc.boundary import Context
 from tinyloop_service.rpc.convert import inside, read_generation, read_input, write_completion, write_outputs
 from tinyloop_service.rpc.creation import PrefixCreator
 from tinyloop_service.scheduler.stream import Stream
@@ -23,7 +24,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type:
         self._creator = creator
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:
-        async with answering(context, "Generate"), await self._open(request) as stream:
+        answering = self._backend.answering(context, "GenerationService/Generate")
+        async with answering as call, await self._open(request, call) as stream:
             async for outputs in stream:
                 for message in write_outputs(outputs, self._backend.replica, packed=request.packed):
                     await context.write(message)
@@ -31,21 +33,25 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type:
     async def GenerateUnary(
         self, request: generation_pb2.GenerateUnaryRequest, context: Context
     ) -> generation_pb2.Completion:
-        async with answering(context, "GenerateUnary"):
+        async with self._backend.answering(context, "GenerationService/GenerateUnary") as call:
             with inside("generation"):
-                opened = await self._open(request.generation)
+                opened = await self._open(request.generation, call)
             async with opened as stream:
                 builder = CompletionBuilder(max(request.generation.n, 1))
                 async for outputs in stream:
                     builder.add(outputs)
             return write_completion(builder.completion(), self._backend.replica)
 
-    async def _open(self, message: generation_pb2.GenerateRequest) -> Stream:
+    async def _open(self, message: generation_pb2.GenerateRequest, call: CallRecord) -> Stream:
         """Check, tokenise and submit.  Every refusal is raised here."""
         request = await self._read(message)
-        if not message.HasField("create_if_missing"):
-            return self._backend.scheduler.generate(request)
-        return await self._open_creating(request, message.create_if_missing)
+        call.prefix = request.prefix
+        if message.HasField("create_if_missing"):
+            stream = await self._open_creating(request, message.create_if_missing, call)
+        else:
+            stream = self._backend.scheduler.generate(request)
+        call.request = stream.record
+        return stream
 
     async def _read(self, message: generation_pb2.GenerateRequest) -> GenerationRequest:
         scheduler = self._backend.scheduler
@@ -59,7 +65,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type:
             request, tenant=TENANT, tokens=tokens, want_text=request.want_text and scheduler.tokenizer is not None
         )
 
-    async def _open_creating(self, request: GenerationRequest, missing: prefix_pb2.CreatePrefixRequest) -> Stream:
+    async def _open_creating(
+        self, request: GenerationRequest, missing: prefix_pb2.CreatePrefixRequest, call: CallRecord
+    ) -> Stream:
         """As `_open`, after the prefix is built if its name is unknown."""
         with inside("create_if_missing"):
             order = await self._creator.read(_named(missing, request.prefix))
@@ -68,7 +76,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type:
             try:
                 return self._backend.scheduler.generate(request)
             except PrefixNotFound:
-                await self._creator.create(order)
+                call.built(await self._creator.create(order))
         return self._backend.scheduler.generate(request)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tinyloop_service.arguments import text as check_text
 from tinyloop_service.pb import model_pb2, model_pb2_grpc
 from tinyloop_service.rpc.backend import Backend
-from tinyloop_service.rpc.boundary import Context, answering
+from tinyloop_service.rpc.boundary import Context
 from tinyloop_service.rpc.convert import read_ids, write_tokens
 from tinyloop_service.rpc.convert_model import write_load, write_model
 
@@ -15,7 +15,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):  # type: ignore[misc]  
         self._backend = backend
 
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.Model:
-        async with answering(context, "GetModel"):
+        async with self._backend.answering(context, "ModelService/GetModel"):
             scheduler = self._backend.scheduler
             return write_model(
                 scheduler.limits,
@@ -26,16 +26,16 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):  # type: ignore[misc]  
             )
 
     async def GetLoad(self, request: model_pb2.GetLoadRequest, context: Context) -> model_pb2.Load:
-        async with answering(context, "GetLoad"):
+        async with self._backend.answering(context, "ModelService/GetLoad"):
             return write_load(self._backend.scheduler.load())
 
     async def Tokenize(self, request: model_pb2.TokenizeRequest, context: Context) -> model_pb2.TokenizeResponse:
-        async with answering(context, "Tokenize"):
+        async with self._backend.answering(context, "ModelService/Tokenize"):
             self._backend.tokenizer("text")
             ids = await self._backend.encode(check_text(request.text, "text"), "text", bos=request.add_bos)
             return model_pb2.TokenizeResponse(tokens=write_tokens(ids))
 
     async def Detokenize(self, request: model_pb2.DetokenizeRequest, context: Context) -> model_pb2.DetokenizeResponse:
-        async with answering(context, "Detokenize"):
+        async with self._backend.answering(context, "ModelService/Detokenize"):
             ids = read_ids(request.tokens, "tokens", self._backend.limits)
             return model_pb2.DetokenizeResponse(text=await self._backend.decode(ids, "tokens"))

@@ -6,7 +6,7 @@ from google.protobuf.empty_pb2 import Empty
 
 from tinyloop_service.pb import prefix_pb2, prefix_pb2_grpc
 from tinyloop_service.rpc.backend import TENANT, Backend
-from tinyloop_service.rpc.boundary import Context, answering
+from tinyloop_service.rpc.boundary import Context
 from tinyloop_service.rpc.convert import read_name
 from tinyloop_service.rpc.convert_prefix import (
     read_change,
@@ -26,21 +26,25 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
         self._creator = creator
 
     async def CreatePrefix(self, request: prefix_pb2.CreatePrefixRequest, context: Context) -> prefix_pb2.Prefix:
-        async with answering(context, "CreatePrefix"):
+        async with self._backend.answering(context, "PrefixService/CreatePrefix") as call:
             order = await self._creator.read(request)
+            call.prefix = order.name
             if request.validate_only:
                 return write_prefix(self._creator.check(order))
-            return write_prefix(await self._creator.create(order))
+            info = await self._creator.create(order)
+            call.built(info)
+            return write_prefix(info)
 
     async def GetPrefix(self, request: prefix_pb2.GetPrefixRequest, context: Context) -> prefix_pb2.Prefix:
-        async with answering(context, "GetPrefix"):
-            name, full = read_name(request.name), read_view(request.view)
+        async with self._backend.answering(context, "PrefixService/GetPrefix") as call:
+            call.prefix = name = read_name(request.name)
+            full = read_view(request.view)
             return write_prefix(self._backend.scheduler.get_prefix(name, tenant=TENANT), full=full)
 
     async def ListPrefixes(
         self, request: prefix_pb2.ListPrefixesRequest, context: Context
     ) -> prefix_pb2.ListPrefixesResponse:
-        async with answering(context, "ListPrefixes"):
+        async with self._backend.answering(context, "PrefixService/ListPrefixes"):
             full, size, after = (
                 read_view(request.view),
                 read_page_size(request.page_size),
@@ -53,10 +57,11 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
             return prefix_pb2.ListPrefixesResponse(prefixes=prefixes, next_page_token=more)
 
     async def UpdatePrefix(self, request: prefix_pb2.UpdatePrefixRequest, context: Context) -> prefix_pb2.Prefix:
-        async with answering(context, "UpdatePrefix"):
+        async with self._backend.answering(context, "PrefixService/UpdatePrefix") as call:
             scheduler = self._backend.scheduler
             now_ns = scheduler.now_ns()
             change = read_change(request, now_ns)
+            call.prefix = change.name
             info = scheduler.update_prefix(
                 change.name,
                 tenant=TENANT,
@@ -67,12 +72,13 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
             return write_prefix(info)
 
     async def DeletePrefix(self, request: prefix_pb2.DeletePrefixRequest, context: Context) -> Empty:
-        async with answering(context, "DeletePrefix"):
-            name = read_name(request.name)
+        async with self._backend.answering(context, "PrefixService/DeletePrefix") as call:
+            call.prefix = name = read_name(request.name)
             self._backend.scheduler.delete_prefix(name, tenant=TENANT, etag=request.etag or None)
             return Empty()
 
     async def WatchPrefix(self, request: prefix_pb2.WatchPrefixRequest, context: Context) -> None:
-        async with answering(context, "WatchPrefix"):
-            async for info in self._backend.scheduler.watch_prefix(read_name(request.name), tenant=TENANT):
+        async with self._backend.answering(context, "PrefixService/WatchPrefix") as call:
+            call.prefix = name = read_name(request.name)
+            async for info in self._backend.scheduler.watch_prefix(name, tenant=TENANT):
                 await context.write(write_prefix(info))

@@ -49,7 +49,7 @@ def make_server(settings: ServerSettings, backend: Backend) -> grpc.aio.Server:
     options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.max_request_bytes)]
     if settings.max_connection_age_s is not None:  # with no grace: streams live on, new calls find new replicas
         options.append(("grpc.max_connection_age_ms", round(settings.max_connection_age_s * 1000)))
-    server = grpc.aio.server(interceptors=[RefuseMalformed()], options=options)
+    server = grpc.aio.server(interceptors=[RefuseMalformed(backend.observer)], options=options)
     creator = PrefixCreator(backend)
     prefix_pb2_grpc.add_PrefixServiceServicer_to_server(PrefixService(backend, creator), server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(backend, creator), server)

@@ -30,7 +30,7 @@ from tinyloop_service.scheduler.batch import compose
 from tinyloop_service.scheduler.catalog import Catalog
 from tinyloop_service.scheduler.door import match_request
 from tinyloop_service.scheduler.draft import Draft, amended
-from tinyloop_service.scheduler.events import Event, PrefixChanged
+from tinyloop_service.scheduler.events import BuildEnded, Event, PrefixChanged
 from tinyloop_service.scheduler.prefix import Prefix
 from tinyloop_service.scheduler.prefixes import PrefixStore
 from tinyloop_service.scheduler.quotas import Quotas
@@ -112,6 +112,8 @@ class Core:
             prefix = self._prefixes.building.get(prefill.seq)
             if prefix is not None:
                 self._prefixes.progress(prefix, len(prefill.tokens), now_ns)
+                if prefix.state is PrefixState.READY:
+                    self._events.append(BuildEnded(*_identity(prefix), prefix.build_ns))
         for output in result.rows:
             self._requests.sampled(output, now_ns)
 
@@ -176,11 +178,11 @@ class Core:
 
     @property
     def counters(self) -> Counters:
-        return self._requests.counters
+        return self._requests.counters()
 
     def load(self, tenant: str | None = None) -> Load:
         """What goes on now; of one tenant, its own part, as if it had the server to itself."""
-        pool = self._sequences.pool
+        pool, counters = self._sequences.pool, self._requests.counters(tenant)
         prefixes = [prefix for prefix in self._prefixes if tenant in (None, prefix.tenant)]
         requests = [request for request in self._requests.live() if tenant in (None, request.spec.tenant)]
         states = [prefix.state for prefix in prefixes]
@@ -201,6 +203,12 @@ class Core:
             prefixes_building=states.count(PrefixState.BUILDING),
             prefixes_evicted=states.count(PrefixState.EVICTED),
             accepting=self._admission.refusal is None,
+            prefixes_failed=states.count(PrefixState.FAILED),
+            requests_running=sum(request.state is RequestState.RUNNING for request in requests),
+            prefix_evictions=self._prefixes.num_evictions(tenant),
+            prompt_tokens=counters.prompt_hits + counters.prompt_misses,
+            cached_tokens=counters.prompt_hits,
+            generated_tokens=counters.generated,
         )
 
     def check(self) -> None:
@@ -250,6 +258,7 @@ class Core:
         children, queued = list(prefix.children.values()), list(prefix.queued)
         if prefix.state is PrefixState.BUILDING:
             self._prefixes.fail_build(prefix, copy.copy(error))
+            self._events.append(BuildEnded(*_identity(prefix), 0, error))
         for child in children:
             if child.is_wanted():
                 self._fail_build(child, error)
@@ -258,3 +267,8 @@ class Core:
             assert request is not None
             self._requests.fail(request, copy.copy(error))
             self._admission.remove(order)
+
+
+def _identity(prefix: Prefix) -> tuple[str, str | None, int]:
+    """Tenant, name and number of its own tokens."""
+    return prefix.tenant, prefix.name, prefix.recipe.extent.end - prefix.recipe.extent.start

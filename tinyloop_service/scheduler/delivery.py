@@ -11,8 +11,9 @@ import copy
 from collections.abc import AsyncIterator, Callable
 
 from tinyloop_service.errors import PrefixNotFound, TinyLoopError
+from tinyloop_service.observer import BuildRecord, Observer
 from tinyloop_service.scheduler.core import Core
-from tinyloop_service.scheduler.events import Admitted, Failed, PrefixChanged, Sampled
+from tinyloop_service.scheduler.events import Admitted, BuildEnded, Failed, PrefixChanged, Sampled
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.types import PrefixInfo, PrefixState
 
@@ -20,10 +21,11 @@ from tinyloop_service.types import PrefixInfo, PrefixState
 class Delivery:
     """Every stream, waiter and watcher."""
 
-    def __init__(self, core: Core, stream_interval_ns: int) -> None:
+    def __init__(self, core: Core, stream_interval_ns: int, observer: Observer) -> None:
         """stream_interval_ns: tokens of a stream that come sooner after others wait for later ones, but no longer."""
         self._core = core
         self._interval_ns = stream_interval_ns
+        self._observer = observer
         self._streams: dict[int, Stream] = {}
         self._held: set[int] = set()  # streams, some of whose tokens wait for later ones; a timer runs while there are
         self._waiters: dict[str, set[asyncio.Future[PrefixInfo]]] = {}
@@ -45,6 +47,11 @@ class Delivery:
         for event in self._core.take_events():
             if isinstance(event, PrefixChanged):
                 self._tell_prefix(event.uid)
+            elif isinstance(event, BuildEnded):
+                reason = event.error.reason if event.error is not None else None
+                self._observer.build_ended(
+                    BuildRecord(event.tenant, event.name, event.num_tokens, event.build_ns, reason)
+                )
             elif (stream := self._streams.get(event.request)) is not None:
                 self._tell_stream(stream, event)
 

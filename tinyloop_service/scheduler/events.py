@@ -10,10 +10,14 @@ from tinyloop_service.types import FinishReason, TokenIds, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
+    """Its pages are reserved.  `build_*_ns`: when its prefix was built, if that was not before it arrived; else 0."""
+
     request: int
     cached_tokens: int
     prompt_tokens: int
     queue_ns: int
+    build_start_ns: int = 0
+    build_end_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,4 +47,15 @@ class PrefixChanged:
     uid: str
 
 
-Event = Admitted | Sampled | Failed | PrefixChanged
+@dataclass(frozen=True, slots=True)
+class BuildEnded:
+    """A prefix is READY, or its build failed with `error`.  One that nobody wanted any more ends without a word."""
+
+    tenant: str
+    name: str | None
+    num_tokens: int  # of its own
+    build_ns: int  # 0 if it failed
+    error: TinyLoopError | None = None
+
+
+Event = Admitted | Sampled | Failed | PrefixChanged | BuildEnded

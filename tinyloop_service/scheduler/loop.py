@@ -5,9 +5,8 @@ this file carries plans to the engine's thread and results back.
 
     callers ──► core ──plan──► engine thread ──pending──► waiting thread ──result──► core ──events──► streams, …
 
-All of it runs on one event loop, except `_submit`, which alone runs on the engine's thread, and the wait for a result,
-which has a thread of its own: a further plan is handed to the device while the one before is waited for.  Times are
-nanoseconds since the Unix epoch, by one clock that never goes back.
+All of it runs on one event loop, except what `engine_threads` has.  Times are nanoseconds since the Unix epoch, by one
+clock that never goes back.
 """
 
 from __future__ import annotations
@@ -16,16 +15,18 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 
 import structlog
 
 from tinyloop_service.engine.api import Engine, Plan, StepResult
 from tinyloop_service.errors import DeviceLost, Draining, EngineFault, ModelClosed
+from tinyloop_service.observer import EPOCH_NS, UNWATCHED, Observer
 from tinyloop_service.scheduler.catalog import UNCHANGED, Catalog, Unchanged
 from tinyloop_service.scheduler.core import Core
 from tinyloop_service.scheduler.delivery import Delivery
+from tinyloop_service.scheduler.engine_threads import EngineThreads, NotRun
 from tinyloop_service.scheduler.request import Counters
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.settings import SchedulerSettings
@@ -35,30 +36,32 @@ from tinyloop_service.types import GenerationRequest, Load, PrefixDefinition, Pr
 __all__ = ["UNCHANGED", "Scheduler", "Unchanged"]
 
 _log = structlog.get_logger(__name__)
-_Flight = tuple[Plan, asyncio.Future[Future[StepResult]]]  # what submitting gives, and then what waiting gives
-
-
-class _NotRun(Exception):
-    """The plan was behind one that could not be submitted."""
+_Flight = tuple[Plan, int, asyncio.Future[Future[StepResult]]]  # since when; what submitting and then waiting give
 
 
 class Scheduler:
     """Owns the engine from `start` to `close`.  Not thread-safe: call it from its event loop."""
 
-    def __init__(self, engine: Engine, settings: SchedulerSettings, *, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: SchedulerSettings,
+        *,
+        tokenizer: Tokenizer | None = None,
+        observer: Observer = UNWATCHED,
+    ) -> None:
         self.limits = engine.limits
         self.tokenizer = tokenizer
+        self.observer = observer
         self.engine_name = engine.name
         self.fault: DeviceLost | None = None
-        self._engine = engine
         self._settings = settings
         self._core = Core(engine.limits, settings)
-        self._delivery = Delivery(self._core, settings.stream_interval_ns)
-        self._epoch_ns = time.time_ns() - time.monotonic_ns()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="engine-wait")
-        self._submit_failed = False  # set on the engine's thread; until it is cleared here, plans are not submitted
+        self._delivery = Delivery(self._core, settings.stream_interval_ns, observer)
+        self._epoch_ns = EPOCH_NS
+        self._threads = EngineThreads(engine)
         self._in_flight: deque[_Flight] = deque()
+        self._free_ns = 0  # when the engine was done with the last plan
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
@@ -99,9 +102,7 @@ class Scheduler:
         if self._task is not None:
             await self._task
         # 3. the engine closes on the thread that ran it; both threads end
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.close)
-        self._thread.shutdown()
-        self._waiting.shutdown()
+        await self._threads.close()
         self.is_stopped = True
 
     async def wait_fault(self) -> None:
@@ -246,7 +247,7 @@ class Scheduler:
             self._give_up(DeviceLost("the scheduler failed; the process must be started again"))
 
     def _submit_plans(self) -> None:
-        while not self._submit_failed and len(self._in_flight) < self._settings.plans_in_flight:
+        while not self._threads.submit_failed and len(self._in_flight) < self._settings.plans_in_flight:
             plan = self._core.plan(self.now_ns())
             self._delivery.deliver()
             if plan is None:
@@ -254,41 +255,35 @@ class Scheduler:
             self._send(plan)
 
     def _send(self, plan: Plan) -> None:
-        self._in_flight.append((plan, asyncio.get_running_loop().run_in_executor(self._thread, self._submit, plan)))
+        self._in_flight.append((plan, self.now_ns(), self._threads.submit(plan)))
 
-    def _submit(self, plan: Plan) -> Future[StepResult]:
-        if self._submit_failed:
-            raise _NotRun
-        try:
-            pending = self._engine.submit(plan)
-        except BaseException:
-            self._submit_failed = True
-            raise
-        return self._waiting.submit(pending.result)
-
-    async def _settle(self, plan: Plan, submitted: asyncio.Future[Future[StepResult]]) -> None:
+    async def _settle(self, plan: Plan, sent_ns: int, submitted: asyncio.Future[Future[StepResult]]) -> None:
         """Apply what became of the oldest plan in flight."""
         try:
             waiting = await submitted
-        except _NotRun:
-            self._submit_failed = False
+        except NotRun:
+            self._threads.submit_failed = False
             if self.fault is None:
                 self._send(self._core.amend(plan))
             return
         except Exception as error:
-            self._submit_failed = bool(self._in_flight)  # the plan behind it was not submitted; it clears this
+            self._threads.submit_failed = bool(self._in_flight)  # the plan behind it was not submitted; it clears this
             self._fail(plan, error)
         else:
-            await self._take_result(plan, waiting)
+            await self._take_result(plan, sent_ns, waiting)
         self._delivery.deliver()
 
-    async def _take_result(self, plan: Plan, waiting: Future[StepResult]) -> None:
+    async def _take_result(self, plan: Plan, sent_ns: int, waiting: Future[StepResult]) -> None:
         try:
             result = await asyncio.wrap_future(waiting)
         except Exception as error:
             self._fail(plan, error)  # the plan behind it runs as it was submitted
-        else:
-            self._core.commit(plan, result, self.now_ns())
+            return
+        now_ns = self.now_ns()
+        step_ns = now_ns - max(sent_ns, self._free_ns)
+        self.observer.step(plan.num_rows, plan.num_steps, plan.num_prompt_tokens, step_ns)
+        self._free_ns = now_ns
+        self._core.commit(plan, result, now_ns)
 
     def _fail(self, plan: Plan, error: Exception) -> None:
         if self.fault is not None:  # a plan behind the one that lost the device

@@ -66,6 +66,11 @@ class Prefix:
             error = self.error or PrefixNotFound("nobody waited for it")
             raise type(error)(f"prefix {self.name or self.uid!r} could not be built: {error}; create it again")
 
+    def built_since(self, time_ns: int) -> tuple[int, int]:
+        """When its last build started and ended, if it ended later than `time_ns`; else 0, 0."""
+        end_ns = self.build_start_ns + self.build_ns
+        return (self.build_start_ns, end_ns) if end_ns > time_ns else (0, 0)
+
     def chain(self) -> list[Prefix]:
         """From the root down to this one."""
         chain = [self]
@@ -136,4 +141,5 @@ def snapshot(prefix: Prefix, limits: Limits) -> PrefixInfo:
         build_ns=prefix.build_ns,
         tokens_built=prefix.tokens_built,
         error=str(prefix.error) if prefix.error is not None else None,
+        build_start_ns=prefix.build_start_ns,
     )

@@ -17,7 +17,7 @@ is READY or being built.  Only delete and expiry end a name.  FAILED keeps its n
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 
 from tinyloop_service.engine.api import Limits, SequenceId
@@ -44,6 +44,7 @@ class PrefixStore:
         self.in_memory: dict[str, Prefix] = {}  # by uid: those that have pages
         self.pinned: dict[str, Prefix] = {}  # by uid
         self.num_pinnings = 0  # how often a pin was set
+        self._evictions: Counter[str] = Counter()  # by tenant
         self.changed: dict[str, None] = {}  # uids to report, in order
 
     def __iter__(self) -> Iterator[Prefix]:
@@ -201,9 +202,14 @@ class PrefixStore:
 
     def evict(self, prefix: Prefix) -> None:
         """Pages go, the definition stays."""
+        self._evictions[prefix.tenant] += 1
         self.drop_pages(prefix)
         prefix.state = PrefixState.EVICTED
         self.changed[prefix.uid] = None
+
+    def num_evictions(self, tenant: str | None = None) -> int:
+        """How often pages went and the name stayed; of one tenant, or of all."""
+        return self._evictions.total() if tenant is None else self._evictions[tenant]
 
     def drop_pages(self, prefix: Prefix) -> None:
         if prefix.sequence is None:

@@ -24,7 +24,7 @@ dropped.  A row that is DONE has given its pages back; the next plan closes its 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 from tinyloop_service.engine.api import RowOutput, SequenceId
@@ -53,7 +53,7 @@ class Requests:
         self._trunks: dict[SequenceId, Request] = {}
         self.starting: dict[SequenceId, Row] = {}  # rows in FIRST
         self.decoding: dict[SequenceId, Row] = {}  # rows in DECODE
-        self.counters = Counters()
+        self._counters: defaultdict[str, Counters] = defaultdict(Counters)  # by tenant
 
     @property
     def num_rows(self) -> int:
@@ -68,6 +68,12 @@ class Requests:
 
     def live(self) -> list[Request]:
         return list(self._live.values())
+
+    def counters(self, tenant: str | None = None) -> Counters:
+        """A copy: of one tenant, or the sums over all."""
+        chosen = list(self._counters.values()) if tenant is None else [self._counters.get(tenant, Counters())]
+        hits, misses = sum(c.prompt_hits for c in chosen), sum(c.prompt_misses for c in chosen)
+        return Counters(hits, misses, sum(c.generated for c in chosen))
 
     # ---- arrival and admission
 
@@ -90,10 +96,12 @@ class Requests:
             self._sequences.feed(Feed(parent, spec.tokens, request.order))
         for index, extent in enumerate(extents):
             self._add_row(request, index, self._create(parent, extent))
-        self.counters.prompt_hits += request.cached_tokens
-        self.counters.prompt_misses += request.prompt_len - request.cached_tokens
+        counters = self._counters[request.spec.tenant]
+        counters.prompt_hits += request.cached_tokens
+        counters.prompt_misses += request.prompt_len - request.cached_tokens
         queue_ns = now_ns - request.arrival_ns
-        self._events.append(Admitted(request.order, request.cached_tokens, request.prompt_len, queue_ns))
+        built = request.prefix.built_since(request.arrival_ns) if request.prefix is not None else ()
+        self._events.append(Admitted(request.order, request.cached_tokens, request.prompt_len, queue_ns, *built))
 
     def sampling(self, row: Row) -> Sampling:
         """The request's sampling for this choice."""
@@ -142,7 +150,7 @@ class Requests:
             tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self._eos)]
             reason = FinishReason.EOS
         row.num_emitted += len(tokens)
-        self.counters.generated += len(tokens)
+        self._counters[request.spec.tenant].generated += len(tokens)
         if reason is None and row.num_emitted >= request.spec.max_tokens:
             reason = FinishReason.LENGTH
         logprobs = output.logprobs[: len(tokens)]

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.observer import Observer, RequestRecord
 from tinyloop_service.scheduler.events import Admitted, Sampled
 from tinyloop_service.text import OutputFilter, Piece, Tokenizer
 from tinyloop_service.types import (
@@ -33,13 +34,20 @@ from tinyloop_service.types import (
 class Canceller(Protocol):
     """What a stream asks of the scheduler."""
 
+    @property
+    def observer(self) -> Observer: ...
+
+    def now_ns(self) -> int: ...
+
     def cancel(self, request: int) -> None: ...
 
 
 class _Choice:
     """What is pending of one choice."""
 
-    __slots__ = ("completed", "filter", "first_index", "first_ns", "ids", "index", "is_over", "logprobs", "text")
+    __slots__ = (
+        "completed", "filter", "first_index", "first_ns", "ids", "index", "is_over", "last_ns", "logprobs", "text",
+    )  # fmt: skip
 
     def __init__(self, index: int, output_filter: OutputFilter) -> None:
         self.index = index
@@ -48,7 +56,8 @@ class _Choice:
         self.logprobs: list[TokenLogprob] = []
         self.text: list[str] = []
         self.first_index = 0
-        self.first_ns = 0  # when its first token came; 0 before
+        self.first_ns = 0  # when its first token came, EOS included; 0 before
+        self.last_ns = 0  # when its last token came, EOS not included; 0 before
         self.is_over = False
         self.completed: Completed | None = None
 
@@ -81,15 +90,15 @@ class Stream:
     ) -> None:
         """Raises InvalidArgument for string stops without a tokenizer."""
         self.request = 0  # the core's id, once it has taken the request
+        self.record = RequestRecord(spec.tenant, spec.prefix, spec.n, arrival_ns)
         self._spec = spec
-        self._arrival_ns = arrival_ns
         self._scheduler = scheduler
+        self._observer = scheduler.observer
         self._choices = [
             _Choice(index, OutputFilter(spec.stops, tokenizer, want_text=spec.want_text)) for index in range(spec.n)
         ]
         self._num_open = spec.n
         self._started: Started | None = None
-        self._prompt_tokens = self._cached_tokens = self._queue_ns = 0
         self._error: TinyLoopError | None = None
         self._pending = False  # something is there to be read
         self._due_ns = 0  # tokens that come sooner are held
@@ -105,8 +114,11 @@ class Stream:
     # ---- the scheduler's side
 
     def deliver_start(self, event: Admitted) -> None:
-        self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens
-        self._queue_ns = event.queue_ns
+        record = self.record
+        record.prompt_tokens, record.cached_tokens = event.prompt_tokens, event.cached_tokens
+        record.admitted_ns = record.arrival_ns + event.queue_ns
+        record.build_start_ns, record.build_end_ns = event.build_start_ns, event.build_end_ns
+        self._observer.admitted(record)
         seed = self._spec.sampling.seed
         self._started = Started(event.cached_tokens, event.prompt_tokens, event.queue_ns, seed)
         self.is_held = True
@@ -120,6 +132,8 @@ class Stream:
         if choice.is_over:
             return False
         choice.first_ns = choice.first_ns or event.time_ns
+        if event.tokens:
+            self._observe(choice, len(event.tokens), event.time_ns)
         piece = choice.filter.feed(event.tokens, event.logprobs)
         choice.add(piece)
         reason = FinishReason.STOP if choice.filter.stopped else event.reason
@@ -140,6 +154,7 @@ class Stream:
     def deliver_error(self, error: TinyLoopError) -> None:
         self.show()
         self._error = error
+        self._cut_short("error")
         self._news.set()
 
     # ---- the reader's side
@@ -169,18 +184,43 @@ class Stream:
         """Stop reading; what is unfinished is cancelled and its pages return at the next plan."""
         if not self.is_over:
             self._is_left = True
+            self._cut_short("cancelled")
             self._scheduler.cancel(self.request)
             self._news.set()
 
     # ---- helpers
 
+    def _observe(self, choice: _Choice, num_tokens: int, time_ns: int) -> None:
+        """Tokens of a choice have come: none of its first ones has a gap before it, all later ones have."""
+        record = self.record
+        record.generated_tokens += num_tokens
+        record.last_token_ns = time_ns
+        if not record.first_token_ns:
+            record.first_token_ns = time_ns
+            self._observer.first_token(record)
+        if choice.last_ns:
+            self._observer.generated(record.tenant, num_tokens, num_tokens, (time_ns - choice.last_ns) / num_tokens)
+        else:
+            self._observer.generated(record.tenant, num_tokens, num_tokens - 1, 0.0)  # they came at the same time
+        choice.last_ns = time_ns
+
+    def _cut_short(self, reason: str) -> None:
+        if not self.record.end_ns:
+            self.record.cut_short(reason, self._scheduler.now_ns())
+            self._observer.request_ended(self.record)
+
     def _complete(self, choice: _Choice, reason: FinishReason, now_ns: int) -> None:
         choice.add(choice.filter.finish())
         choice.is_over = True
-        usage = Usage(self._prompt_tokens, self._cached_tokens, choice.filter.num_ids)
-        timings = Timings(self._queue_ns, choice.first_ns - self._arrival_ns, now_ns - self._arrival_ns)
+        record = self.record
+        usage = Usage(record.prompt_tokens, record.cached_tokens, choice.filter.num_ids)
+        timings = Timings(record.queue_ns, choice.first_ns - record.arrival_ns, now_ns - record.arrival_ns)
         choice.completed = Completed(choice.index, reason, usage, timings)
+        record.finish_reasons.append(reason.value)
         self._num_open -= 1
+        if self._num_open == 0:
+            record.end_ns = now_ns
+            self._observer.request_ended(record)
 
     def _take(self) -> tuple[Output, ...]:
         self._pending = self.is_held = False

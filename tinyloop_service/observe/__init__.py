@@ -1,0 +1,1 @@
+"""Watching a server: metrics for Prometheus, one log line a call, traces.  `hub` is what `app` wires in."""

@@ -1,0 +1,99 @@
+"""Logs: how they are written, and one line for each call, with who asked for what and how long it took.
+
+In: records of calls.  Out: structured lines on standard error.  No line has prompt text, token ids or generated text:
+what callers wrote stays out, but for the ids of prefixes, tenants and requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+from tinyloop_service.observer import CallRecord
+from tinyloop_service.settings import LogFormat, ServerSettings
+
+_log = structlog.get_logger("tinyloop.rpc")
+_ENDLESS = ("WatchPrefix",)  # lasts as long as what it watches
+
+
+def configure_logging(settings: ServerSettings) -> None:
+    """structlog to standard error, one line an event; JSON or for people."""
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    chain: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if settings.log_format is LogFormat.JSON:
+        chain += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        plain = structlog.dev.plain_traceback  # the rich one prints local variables, prompts among them
+        chain.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain))
+    structlog.configure(
+        processors=chain,
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def log_call(call: CallRecord, slow_ns: float, trace_id: str | None) -> None:
+    """answered, cancelled, refused or failed; a call longer than `slow_ns` gets a warning instead, with its phases."""
+    facts = _facts(call)
+    if trace_id is not None:
+        facts["trace_id"] = trace_id
+    if call.error is not None:
+        _log_failure(call, facts)
+        return
+    event = "refused" if call.reason else {"OK": "answered"}.get(call.code, "cancelled")
+    if call.duration_ns >= slow_ns and call.method not in _ENDLESS:
+        _log.warning("slow request", outcome=event, **facts, **_phases(call))
+    else:
+        _log.info(event, **facts)
+
+
+def _log_failure(call: CallRecord, facts: dict[str, Any]) -> None:
+    if call.reason == "INTERNAL":  # nobody foresaw it
+        _log.error("failed", **facts, exc_info=call.error)
+    else:
+        _log.error("failed", **facts, error=str(call.error))
+
+
+def _facts(call: CallRecord) -> dict[str, Any]:
+    """What every line has; what does not apply is left out."""
+    facts: dict[str, Any] = {"request_id": call.request_id, "method": call.method}
+    if call.tenant:
+        facts["tenant"] = call.tenant
+    if call.prefix is not None:
+        facts["prefix"] = call.prefix
+    if call.reason:
+        facts |= {"code": call.code, "reason": call.reason}
+    facts["ms"] = _ms(call.duration_ns)
+    if (request := call.request) is not None:
+        facts["finish"] = ",".join(sorted(set(request.finish_reasons)))
+        facts["tokens"] = request.generated_tokens
+        if request.admitted_ns:
+            facts |= {"prompt_tokens": request.prompt_tokens, "cached_tokens": request.cached_tokens}
+            facts["queue_ms"] = _ms(request.queue_ns)
+        if request.first_token_ns:
+            facts["ttft_ms"] = _ms(request.ttft_ns)
+    return facts
+
+
+def _phases(call: CallRecord) -> dict[str, float]:
+    """Where the time of a call went, as far as it came."""
+    request = call.request
+    build_start_ns, build_end_ns = call.build_times()
+    phases = {"build_ms": _ms(build_end_ns - build_start_ns)} if build_end_ns else {}
+    if request is not None and request.first_token_ns:
+        phases["prefill_ms"] = _ms(request.first_token_ns - request.admitted_ns)
+        phases["decode_ms"] = _ms(request.last_token_ns - request.first_token_ns)
+        phases["delivery_ms"] = _ms(call.end_ns - request.last_token_ns)
+    return phases
+
+
+def _ms(duration_ns: int) -> float:
+    return round(duration_ns / 1e6, 3)
