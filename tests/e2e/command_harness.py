@@ -32,9 +32,8 @@ def clean_environment() -> dict[str, str]:
 
 def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tinyloop_service.cli", *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment(), **options
-    )
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen(command, text=True, env=clean_environment(), **piped)
 
 
 @dataclass(frozen=True, slots=True)

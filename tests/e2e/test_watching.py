@@ -1,0 +1,72 @@
+"""A server as it is watched: the line it prints, its metrics port, its logs, `tinyloop top`."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_harness import TIMEOUT_S, Server, start
+
+MARKER = "xyzzy"  # in everything that a caller writes, but for names
+IDS = "101,102,103,104,105,106"
+
+
+@dataclass(frozen=True)
+class Watched(Server):
+    metrics: str
+    log: Path
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def watched(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A server that calls everything slow and says all it can, in JSON."""
+    log = tmp_path_factory.mktemp("watched") / "log"
+    ports = ("--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
+    told = ("--log-level", "debug", "--log-format", "json", "--slow-request", "0.000001")
+    with log.open("w") as sink:
+        process = start("serve", "--model", tiny, *ports, *told, stderr=sink)
+        assert process.stdout is not None
+        words = process.stdout.readline().split()
+        assert words[::2] == ["serving", "health", "metrics"], log.read_text()
+        yield Watched(process, words[1], words[3], words[5], log)
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 0
+        process.communicate()
+
+
+def test_no_word_of_a_prompt_is_in_the_log(watched: Watched) -> None:
+    watched.run("prefix", "create", "words", f"say {MARKER} and again {MARKER}")
+    watched.run("generate", "--prefix", "words", f" {MARKER}", "--max-tokens", "4", "--stop", f"{MARKER}{MARKER}")
+    watched.run("generate", "--tokens", IDS, "--max-tokens", "4", "--ids")
+    watched.run("generate", f"{MARKER}", "--temperature", "nan", status=1)
+    watched.run("prefix", "create", "words", f"not {MARKER}", status=1)
+    text = watched.log.read_text()
+    for line in watched.lines():
+        assert {"event", "level", "timestamp"} <= line.keys()
+    calls = [line for line in watched.lines() if "method" in line]
+    assert [line["prefix"] for line in calls if line["event"] == "slow request" and "prefix" in line][-1] == "words"
+    assert len(calls) >= 4 and all(line["request_id"] for line in calls)
+    assert MARKER not in text
+    assert "101, 102" not in text and "101,102" not in text and '"101"' not in text
+
+
+def test_the_metrics_port_counts_what_was_asked(watched: Watched) -> None:
+    def value(name: str) -> float:
+        with urllib.request.urlopen(f"http://{watched.metrics}/", timeout=TIMEOUT_S) as response:
+            lines = response.read().decode().splitlines()
+        return float(next(line.split()[-1] for line in lines if line.startswith(name)))
+
+    before = value("tinyloop_prompt_tokens_total")
+    watched.run("generate", "--tokens", IDS, "--max-tokens", "4", "--ignore-eos")
+    assert value("tinyloop_prompt_tokens_total") == before + 6
+    assert value('tinyloop_calls_total{code="OK",method="Generate"}') >= 1
+    assert value("tinyloop_build_info{") == 1
+    assert value("process_resident_memory_bytes") > 2**20
