@@ -14,14 +14,14 @@
 //   places          int32  [slots][max_layers][max_blocks]   of a sequence's 64-token block; −1: nothing is stored
 //   pages           int32  [n]            places
 //   triples         int32  [n][3]         (source place, target place, num_tokens 0 … 64); no target is a source
-//   pool            bytes  [slabs][slab_bytes]    place p is stored page p % per_slab of slab p / per_slab
-//   gain            fp16   [d]
+//   pool            bytes  [slabs][slab_bytes]   place p is page p % per_slab, of page_bytes each, of slab p / per_slab
+//   gain            fp16   [d]            eps, inverse_width = 1 / d: fp32
 //   y               fp16   [T][d]; of load_hidden [n·64][d]; of round_hidden with TL_COLUMNS in columns (columns.cuh)
 //   d a multiple of 64 (h-fp16: 8) and at most 2048 · TL_CHUNKS; everything 16-byte aligned.
 //
-// A block of 256 threads for a row, and so that its loads are under way together, of load_hidden for several neighbouring
-// rows; a row's sums have one order in all of them (row_norm.cuh), so that y has the same bits whoever makes it.
-// y comes out of the codes in all three, not of the numbers that they were made of.
+// A block of 256 threads for a row; of load_hidden for up to four neighbouring rows, so that more loads are under way.
+// y comes out of the codes in all three, not of the numbers that they were made of, and a row's sums have one order
+// (row_norm.cuh): so y has the same bits whoever makes it.
 //
 // fp32; rounded: codes, then y.  Bytes a row: x 4·d, y 2·d, codes 2·d, d + d/16 or d/2 + d/16.
 // Gains are read before the kernel that makes x has finished; slots, positions and places are not.
@@ -39,7 +39,7 @@ static_assert(kPageTokens % kLoadRows == 0);
 
 struct Norm {
   const u16* gain;
-  float eps;
+  float eps, inverse_width;  // 1 / width
   int width;
 };
 
@@ -63,7 +63,7 @@ DEVICE void round_row(Channels& x, int width, Store store) {
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
     const Code code = encode(x[chunk][0], x[chunk][1]);
-    if (column_of(chunk, 0) < width) store(chunk, code);
+    if (has_four(chunk, 0, width)) store(chunk, code);
     x[chunk][0] = decode(code, 0);
     x[chunk][1] = decode(code, 1);
   }
@@ -81,7 +81,7 @@ DEVICE void norm_rows(const Channels (&h)[kRows], const Gain& gain, const Norm& 
   __syncthreads();
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const float inverse = inverse_of(sums + r * kRowWarps, 1.0f / static_cast<float>(norm.width), norm.eps);
+    const float inverse = inverse_of(sums + r * kRowWarps, norm.inverse_width, norm.eps);
     for_fours(norm.width, [&](int chunk, int half, int column) {
       write(r, column, pack_half4(scaled(h[r][chunk][half], inverse, gain[chunk][half])));
     });
@@ -92,10 +92,10 @@ DEVICE void write_halves(u16* to, uint2 halves) { *reinterpret_cast<uint2*>(to) 
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     store_hidden(const float* x, const i32* token_slot, const i32* token_position, const i32* places, i32 layer,
-                 i32 max_layers, i32 max_blocks, u8* pool, i32 slab_bytes, i32 per_slab, const u16* gain_of, float eps,
-                 u16* y, i32 width) {
+                 i32 max_layers, i32 max_blocks, u8* pool, i32 slab_bytes, i32 per_slab, i32 page_bytes,
+                 const u16* gain_of, float eps, float inverse_width, u16* y, i32 width) {
   __shared__ float sums[kRowWarps];
-  const Norm norm = {gain_of, eps, width};
+  const Norm norm = {gain_of, eps, inverse_width, width};
   const int token = blockIdx.x;
   const long long start = static_cast<long long>(token) * width;
   Gain gain;
@@ -108,16 +108,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int place = slot < 0 ? -1 : places[(slot * max_layers + layer) * max_blocks + position / kPageTokens];
   round_row(rows[0], width, [&](int chunk, const Code& code) {
     if (place < 0) return;
-    u8* page = page_of({pool, slab_bytes, per_slab, width}, place);
+    u8* page = page_of({pool, slab_bytes, per_slab, page_bytes}, place);
     write_code(code, code_place(page, position % kPageTokens, chunk, width), chunk, width);
   });
   norm_rows(rows, gain, norm, sums, [&](int, int column, uint2 halves) { write_halves(y + start + column, halves); });
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    round_hidden(const float* x, const u16* gain_of, float eps, u16* y, i32 num_rows, i32 width) {
+    round_hidden(const float* x, const u16* gain_of, float eps, float inverse_width, u16* y, i32 num_rows, i32 width) {
   __shared__ float sums[kRowWarps];
-  const Norm norm = {gain_of, eps, width};
+  const Norm norm = {gain_of, eps, inverse_width, width};
   const int row = blockIdx.x, all_rows = rows_of_columns(num_rows);
   const long long start = static_cast<long long>(row) * width;
   Gain gain;
@@ -139,13 +139,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4 / kChunks > 0 ? 4 / kChunks : 1)
-    load_hidden(u8* pool, i32 slab_bytes, i32 per_slab, const i32* pages, const u16* gain_of, float eps, u16* y,
-                i32 width) {
+    load_hidden(u8* pool, i32 slab_bytes, i32 per_slab, i32 page_bytes, const i32* pages, const u16* gain_of, float eps,
+                float inverse_width, u16* y, i32 width) {
   __shared__ float sums[kLoadRows * kRowWarps];
   constexpr int kPageBlocks = kPageTokens / kLoadRows;
-  const Norm norm = {gain_of, eps, width};
+  const Norm norm = {gain_of, eps, inverse_width, width};
   const int first = blockIdx.x % kPageBlocks * kLoadRows;
-  u8* page = page_of({pool, slab_bytes, per_slab, width}, pages[blockIdx.x / kPageBlocks]);
+  u8* page = page_of({pool, slab_bytes, per_slab, page_bytes}, pages[blockIdx.x / kPageBlocks]);
   u16* y_rows = y + static_cast<long long>(blockIdx.x) * kLoadRows * width;
   Code codes[kLoadRows][kChunks];
 #pragma unroll
@@ -182,9 +182,9 @@ DEVICE void copy_halves(u16* target, const u16* source, int count) {
 
 // A field's first tokens are one run.  Blocks along x share the levels; the last has the scales and minima as well.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    clone_hidden(u8* pool, i32 slab_bytes, i32 per_slab, const i32* triples, i32 width) {
+    clone_hidden(u8* pool, i32 slab_bytes, i32 per_slab, i32 page_bytes, const i32* triples, i32 width) {
   const i32* triple = triples + 3 * blockIdx.y;
-  const Slabs slabs = {pool, slab_bytes, per_slab, width};
+  const Slabs slabs = {pool, slab_bytes, per_slab, page_bytes};
   u8 *source = page_of(slabs, triple[0]), *target = page_of(slabs, triple[1]);
   const int num_tokens = triple[2];
   copy_pieces(reinterpret_cast<uint4*>(target), reinterpret_cast<const uint4*>(source),

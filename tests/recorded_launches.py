@@ -179,6 +179,21 @@ class Costs:
     def rope(self, args: tuple[Any, ...]) -> Cost:
         return Cost(cache_bytes=2 * args[0].nbytes)  # what is read is written, to q and to pages
 
+    def store_hidden(self, args: tuple[Any, ...]) -> Cost:
+        x, page_bytes, y = args[0], int(args[10]), args[14]
+        return Cost(cache_bytes=x.nbytes + y.nbytes + len(x) * page_bytes // PAGE_TOKENS)
+
+    def round_hidden(self, args: tuple[Any, ...]) -> Cost:
+        return Cost(cache_bytes=args[0].nbytes + args[4].nbytes)
+
+    def load_hidden(self, args: tuple[Any, ...]) -> Cost:
+        """args: pool, slab_bytes, per_slab, page_bytes, pages, …, y, d"""
+        return Cost(args[4].shape[0] * int(args[3]), args[-2].nbytes)
+
+    def clone_hidden(self, args: tuple[Any, ...]) -> Cost:
+        triples = self._download(args[4])
+        return Cost(2 * int(triples[:, 2].sum()) * int(args[3]) // PAGE_TOKENS)
+
     def sample_scan(self, args: tuple[Any, ...]) -> Cost:
         """Logits are read, scores written; only `row_logits` says how many rows there are."""
         scores = args[6]
@@ -218,6 +233,10 @@ _RULES: dict[str, Callable[[Costs, tuple[Any, ...]], Cost]] = {
     "gather_rows": Costs.stream,
     "rope": Costs.rope,
     "swiglu": Costs.swiglu,
+    "store_hidden": Costs.store_hidden,
+    "round_hidden": Costs.round_hidden,
+    "load_hidden": Costs.load_hidden,
+    "clone_hidden": Costs.clone_hidden,
     "sample_scan": Costs.sample_scan,
     "clone": Costs.clone,
     "fill": Costs.fill,

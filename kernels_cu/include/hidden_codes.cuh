@@ -8,9 +8,9 @@
 //   h-int8, h-int4: every 64 channels have a scale and a minimum, halves; value = minimum + level · scale.  A byte of
 //   h-int4 is channel c of a group in its low nibble, channel c + 32 in its high one.
 //
-// A row is a block's of 256 threads.  Chunk i of a row is channels 2048·i … + 2047, in which thread t has, of group
-// t / 8, channels 4·(t % 8) … + 3 and those 32 further on: so 8 neighbouring lanes share a group, and what a thread has of
-// it is a word of codes for four channels, in every coding.
+// A block of 256 threads has a row.  Of channels 2048·i … + 2047, its chunk i, thread t has in group t / 8 of 64 the
+// channels 4·(t % 8) … + 3 and those 32 further on: so 8 neighbouring lanes share a group, and the codes of four channels
+// are a word (of halves, two), in every coding.
 //
 // d is a multiple of 64, for h-fp16 of 8.  fp32, each operation rounded by itself; the division is IEEE's.
 #pragma once
@@ -49,21 +49,24 @@ DEVICE int column_of(int chunk, int half) {
   return group * kGroup + half * kHalf + threadIdx.x % kGroupLanes * 4;
 }
 
-// visit(chunk, half, column) of the thread's fours.  In codings with groups a chunk has both halves or none.
+// Whether the row has the thread's four channels.  In codings with groups it has both fours of a chunk or neither.
+DEVICE bool has_four(int chunk, int half, int width) { return column_of(chunk, kHasLevels ? 0 : half) < width; }
+
+// visit(chunk, half, column) of the thread's fours.
 template <class Visit>
 DEVICE void for_fours(int width, Visit visit) {
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk)
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (const int column = column_of(chunk, half); column < width) visit(chunk, half, column);
+      if (has_four(chunk, half, width)) visit(chunk, half, column_of(chunk, half));
 }
 
 template <class Visit>
 DEVICE void for_chunks(int width, Visit visit) {
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk)
-    if (column_of(chunk, 0) < width) visit(chunk);
+    if (has_four(chunk, 0, width)) visit(chunk);
 }
 
 // ---- the coding -----------------------------------------------------------------------------------------------
@@ -74,11 +77,11 @@ DEVICE float4 clamp(float4 v) { return make_float4(clamp(v.x), clamp(v.y), clamp
 DEVICE float least_of(float4 v) { return min_nan(min_nan(v.x, v.y), min_nan(v.z, v.w)); }
 DEVICE float most_of(float4 v) { return max_nan(max_nan(v.x, v.y), max_nan(v.z, v.w)); }
 
-// a / b as IEEE rounds it, where inverse is 1 / b so rounded and nothing underflows: the first correction leaves less
-// than an ulp, and from there the second is exact (Markstein).  A quotient that underflows is far below half a level.
+// a / b as IEEE rounds it, where b is a half and inverse is 1 / b rounded.  Corrected once, the quotient is off by 2^-45
+// of itself before it is rounded.  No a / b comes so near to the middle between two floats: of 24 and 11 bits, it is
+// 2^-36 of itself away.  (A quotient that underflows is another matter, and far below half a level.)
 DEVICE float divide(float a, float b, float inverse) {
-  float quotient = a * inverse;
-  quotient = fmaf(fmaf(-quotient, b, a), inverse, quotient);
+  const float quotient = a * inverse;
   return fmaf(fmaf(-quotient, b, a), inverse, quotient);
 }
 
@@ -103,13 +106,16 @@ DEVICE float level_of(u32 levels) {
 
 // All lanes of the group's warp take part.
 DEVICE Code encode(float4 low, float4 high) {
-  low = clamp(low), high = clamp(high);
-  if constexpr (!kHasLevels) return {{pack_half4(low), pack_half4(high)}, {}, 0, 0};
+  if constexpr (!kHasLevels) return {{pack_half4(clamp(low)), pack_half4(clamp(high))}, {}, 0, 0};
   float least = min_nan(least_of(low), least_of(high)), most = max_nan(most_of(low), most_of(high));
 #pragma unroll
   for (int mask = kGroupLanes / 2; mask; mask /= 2) {
     least = min_nan(least, shuffle_xor(least, mask));
     most = max_nan(most, shuffle_xor(most, mask));
+  }
+  if (least < -kLargest || most > kLargest) {
+    low = clamp(low), high = clamp(high);
+    least = clamp(least), most = clamp(most);
   }
   const u16 minimum = float_to_half(least);
   const float span = max_nan(most - least, fabsf(half_to_float(minimum)) * kResolution);
@@ -118,6 +124,7 @@ DEVICE Code encode(float4 low, float4 high) {
   return {{}, {levels_of(low, least, step, inverse), levels_of(high, least, step, inverse)}, scale, minimum};
 }
 
+// Level and scale have so few bits that their product is exact: fmaf rounds what a sum of it would.
 DEVICE float4 decode(const Code& code, int half) {
   if constexpr (!kHasLevels) {
     const uint2 h = code.halves[half];
@@ -126,8 +133,8 @@ DEVICE float4 decode(const Code& code, int half) {
   }
   const float scale = half_to_float(code.scale), minimum = half_to_float(code.minimum);
   const u32 levels = code.levels[half];
-  return make_float4(minimum + level_of<0>(levels) * scale, minimum + level_of<1>(levels) * scale,
-                     minimum + level_of<2>(levels) * scale, minimum + level_of<3>(levels) * scale);
+  return make_float4(fmaf(level_of<0>(levels), scale, minimum), fmaf(level_of<1>(levels), scale, minimum),
+                     fmaf(level_of<2>(levels), scale, minimum), fmaf(level_of<3>(levels), scale, minimum));
 }
 
 // ---- where codes lie ------------------------------------------------------------------------------------------
@@ -135,16 +142,15 @@ DEVICE float4 decode(const Code& code, int half) {
 // Stored pages, several in a slab of the pool, which otherwise is a page of K and V.
 struct Slabs {
   u8* pool;
-  int slab_bytes, per_slab, width;
+  int slab_bytes, per_slab, page_bytes;
 };
 
 DEVICE int row_bytes(int width) { return TL_CODING == H_FP16 ? 2 * width : TL_CODING == H_INT8 ? width : width / 2; }
 DEVICE int num_groups(int width) { return kHasLevels ? width / kGroup : 0; }
-DEVICE int page_bytes(int width) { return kPageTokens * (row_bytes(width) + 2 * 2 * num_groups(width)); }
 
-DEVICE u8* page_of(const Slabs& slabs, int place) {
-  const int slab = place / slabs.per_slab, nth = place - slab * slabs.per_slab;
-  return slabs.pool + static_cast<long long>(slab) * slabs.slab_bytes + nth * page_bytes(slabs.width);
+DEVICE u8* page_of(const Slabs& slabs, u32 place) {
+  const u32 slab = place / static_cast<u32>(slabs.per_slab), nth = place - slab * slabs.per_slab;
+  return slabs.pool + static_cast<long long>(slab) * slabs.slab_bytes + nth * slabs.page_bytes;
 }
 
 DEVICE u16* scales_of(u8* page, int width) { return reinterpret_cast<u16*>(page + kPageTokens * row_bytes(width)); }
@@ -163,13 +169,16 @@ DEVICE CodePlace code_place(u8* page, int token, int chunk, int width) {
   u8* first = row + (TL_CODING == H_FP16 ? 2 * column : TL_CODING == H_INT8 ? column : column - group * kHalf);
   uint2* halves = reinterpret_cast<uint2*>(first);
   u32* levels = reinterpret_cast<u32*>(first);
-  return {{halves, halves + kHalf / 4}, {levels, levels + kHalf / 4}, scales_of(page, width) + at, minima_of(page, width) + at};
+  return {{halves, halves + kHalf / 4},
+          {levels, levels + kHalf / 4},
+          scales_of(page, width) + at,
+          minima_of(page, width) + at};
 }
 
 DEVICE void write_code(const Code& code, const CodePlace& to, int chunk, int width) {
   if constexpr (!kHasLevels) {
     *to.halves[0] = code.halves[0];
-    if (column_of(chunk, 1) < width) *to.halves[1] = code.halves[1];
+    if (has_four(chunk, 1, width)) *to.halves[1] = code.halves[1];
     return;
   }
   if constexpr (TL_CODING == H_INT8) {
@@ -187,7 +196,7 @@ DEVICE Code read_code(const CodePlace& from, int chunk, int width) {
   Code code = {};
   if constexpr (!kHasLevels) {
     code.halves[0] = *from.halves[0];
-    if (column_of(chunk, 1) < width) code.halves[1] = *from.halves[1];
+    if (has_four(chunk, 1, width)) code.halves[1] = *from.halves[1];
     return code;
   }
   code.scale = *from.scale;

@@ -82,7 +82,7 @@ def residual(rows: int, width: int) -> Host:
     rng = np.random.default_rng(width)
     x = rng.normal(size=(rows, width)).astype(np.float32)
     x[:, ::31] *= 50
-    for first, change in enumerate((lambda r: r + 300, lambda r: r * 40000, lambda r: r * 0 + 2.7, lambda r: r * 1e-6)):
+    for first, change in enumerate((lambda r: r + 300, lambda r: r * 40000, lambda r: r * 0 + 1000.1, lambda r: r * 1e-6)):
         x[first + 1 :: 7] = change(x[first + 1 :: 7])
     x[5::7] = 0
     return x
@@ -127,8 +127,8 @@ def loaded(device: Device, pool: Pool, pages: list[int]) -> Host:
 
 @pytest.mark.parametrize(("mode", "width"), CASES)
 def test_codes_are_the_oracles_and_y_is_the_norm_of_what_is_read(device: Device, mode: CacheMode, width: int) -> None:
-    slots = np.array([0, 0, 0, -1, 1, 0, 1, 1, 0])
-    positions = np.array([63, 64, 130, 5, 0, 0, 127, 128, 191])
+    slots = np.array([0, 0, 0, 1, 1, 0, -1, 1, 0])
+    positions = np.array([63, 64, 130, 63, 64, 0, 5, 128, 191])
     x, pool = residual(len(slots), width), Pool(mode, width)
     stored, y = store(device, pool, x, slots, positions)
     for row in np.flatnonzero(slots >= 0):

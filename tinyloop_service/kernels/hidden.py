@@ -70,7 +70,7 @@ def store_hidden(
     require("store_hidden", 0 <= layer < sizes["L"], f"layer is {layer}, the places have {sizes['L']}")
     kernel = device.kernel("hidden", "store_hidden", **_defines(mode, sizes["d"]))
     table = token_slot, token_position, places, np.int32(layer), np.int32(sizes["L"]), np.int32(sizes["B"])
-    arguments = x, *table, pool, *slabs, gain, np.float32(eps), y, np.int32(sizes["d"])
+    arguments = x, *table, pool, *slabs, gain, *_norm(eps, sizes["d"]), y, np.int32(sizes["d"])
     device.launch(kernel, (sizes["T"], 1, 1), _THREADS, arguments, dependent=dependent)
 
 
@@ -96,7 +96,7 @@ def round_hidden(
     fits = not columns or (given[0] % 8 == 0 and given[1] % 64 == 0)
     require("round_hidden", fits, f"y is {given}, in columns a multiple of (8, 64)")
     kernel = device.kernel("hidden", "round_hidden", **_defines(mode, sizes["d"]), TL_COLUMNS=int(columns))
-    arguments = x, gain, np.float32(eps), y, np.int32(sizes["R"]), np.int32(sizes["d"])
+    arguments = x, gain, *_norm(eps, sizes["d"]), y, np.int32(sizes["R"]), np.int32(sizes["d"])
     device.launch(kernel, (sizes["R"], 1, 1), _THREADS, arguments, dependent=dependent)
 
 
@@ -118,7 +118,7 @@ def load_hidden(
     defines = _defines(mode, sizes["d"])
     rows = max(1, _LOAD_ROWS // defines["TL_CHUNKS"])
     kernel = device.kernel("hidden", "load_hidden", **defines)
-    arguments = pool, *slabs, pages, gain, np.float32(eps), y, np.int32(sizes["d"])
+    arguments = pool, *slabs, pages, gain, *_norm(eps, sizes["d"]), y, np.int32(sizes["d"])
     device.launch(kernel, (sizes["n"] * _PAGE_TOKENS // rows, 1, 1), _THREADS, arguments)
 
 
@@ -137,8 +137,8 @@ def clone_hidden(device: Device, mode: CacheMode, pool: Array, per_slab: int, tr
         device.launch(kernel, (parts, part.shape[0], 1), _THREADS, arguments)
 
 
-def _slabs(operation: str, mode: CacheMode, sizes: dict[str, int], per_slab: int) -> tuple[np.int32, np.int32]:
-    """The kernels' slab_bytes and per_slab; E and d checked."""
+def _slabs(operation: str, mode: CacheMode, sizes: dict[str, int], per_slab: int) -> tuple[np.int32, ...]:
+    """The kernels' slab_bytes, per_slab and page_bytes; E and d checked."""
     _check_width(operation, mode, sizes["d"])
     slab_bytes, page_bytes = 2 * sizes["E"], sizes["d"] * _CHANNEL_BYTES[mode]
     require(operation, slab_bytes % 16 == 0, f"a slab is {slab_bytes} bytes, expected a multiple of 16")
@@ -146,13 +146,17 @@ def _slabs(operation: str, mode: CacheMode, sizes: dict[str, int], per_slab: int
     require(
         operation, 1 <= per_slab <= most, f"per_slab is {per_slab}, a slab holds {most} pages of {page_bytes} bytes"
     )
-    return np.int32(slab_bytes), np.int32(per_slab)
+    return np.int32(slab_bytes), np.int32(per_slab), np.int32(page_bytes)
 
 
 def _check_width(operation: str, mode: CacheMode, width: int) -> None:
     require(operation, mode in _CODINGS, f"mode is {mode.value}, expected one of {[m.value for m in _CODINGS]}")
     multiple = 8 if mode is CacheMode.H_FP16 else _GROUP
     require(operation, width % multiple == 0, f"d is {width}, expected a multiple of {multiple} in {mode.value}")
+
+
+def _norm(eps: float, width: int) -> tuple[np.float32, np.float32]:
+    return np.float32(eps), np.float32(1) / np.float32(width)
 
 
 def _defines(mode: CacheMode, width: int) -> dict[str, int]:
