@@ -1,7 +1,7 @@
 """Where the time of a step and of a prefill goes: every kernel, its floor, and whole steps of the engine. Needs a GPU.
 
     python tests/bench_kernels.py [--model 407m] [--rows 1 10 50] [--prefix 1024 1000 1087] [--prompt 1024 500]
-        [--body int4] [--rounds 20] [--out FILE.json]
+        [--body int4] [--cache-mode fp16] [--rounds 20] [--out FILE.json]
     here, to see that it runs: --emulated
 
 The launches are those of the engine, recorded and repeated as CUDA graphs (`recorded_launches.py`).
@@ -40,6 +40,7 @@ from tinyloop_service.engine.cuda.products import ROW_MULTIPLE
 from tinyloop_service.engine.spec import ModelSpec, Quant
 from tinyloop_service.engine.tensors import with_fp16_blocks
 from tinyloop_service.engine.weights import ModelWeights, random_model, read_model
+from tinyloop_service.types import CacheMode
 
 MEMORY, CACHE, RATE = 4.5e12, 8.3e12, 700e12  # bytes/s, bytes/s, flop/s: measured on an H200
 REPLAYS = 3  # of a graph, for every sample
@@ -173,7 +174,7 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         promise = self._promise()
-        profiles = [self._profile_prefill(length) for length in self._scale.prompts]
+        profiles = [profile for length in self._scale.prompts for profile in self._profile_prefill(length)]
         for prefix in self._scale.prefixes:
             for rows in self._scale.rows:
                 profiles += self._profile_step(prefix, rows, in_full=prefix == self._scale.prefixes[0])
@@ -190,12 +191,16 @@ class Bench:
     def _tokens(self, length: int) -> tuple[int, ...]:
         return prompt_tokens(self._spec.vocab_size, length)
 
-    def _profile_prefill(self, length: int) -> dict[str, Any]:
+    def _profile_prefill(self, length: int) -> list[dict[str, Any]]:
+        """The prefill, and where what is stored is not what is read, the making of that out of it."""
         self._recorder.take()
         self._direct.prefill(self._tokens(length))
-        profile = self._clock.profile(f"prefill of {length}", self._recorder.take())
+        profiles = [self._clock.profile(f"prefill of {length}", self._recorder.take())]
+        if self._engine.limits.has_active_form:
+            self._direct.activate()
+            profiles.append(self._clock.profile(f"activation of {length}", self._recorder.take()))
         self._direct.clear()
-        return profile
+        return profiles
 
     def _profile_step(self, prefix: int, num_rows: int, *, in_full: bool) -> list[dict[str, Any]]:
         """One step off a prefix, and the opening of its rows; of further prefixes the attention alone."""
@@ -281,8 +286,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "versions": versions(),
         "model": args.model,
         "body": args.body,
+        "cache_mode": args.cache_mode,
     }
-    measured |= Bench(weights, device, scale, **options).run()
+    measured |= Bench(weights, device, scale, cache_mode=CacheMode(args.cache_mode), **options).run()
     print_whole(measured)
     return measured
 
@@ -294,6 +300,7 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, nargs="+", default=[1024, 1000, 1087])
     parser.add_argument("--prompt", type=int, nargs="+", default=[1024, 500])
     parser.add_argument("--body", default="int4", choices=["int4", "fp16"])
+    parser.add_argument("--cache-mode", default="fp16", choices=[mode.value for mode in CacheMode])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--emulated", action="store_true", help="a tiny model in emulation: figures mean nothing")
     parser.add_argument("--out", type=Path, default=Path("build/bench_kernels.json"))

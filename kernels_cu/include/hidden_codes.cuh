@@ -1,16 +1,16 @@
 // How h, the input of a block, is coded: engine/cache_modes.py's encode and decode, bit for bit, and where codes lie.
 //
-//   TL_CODING            a row, one cache layer of a token          of a stored page, its fields one after the other
-//   0  h-fp16            d halves                                   h [64][d]
-//   1  h-int8            d levels 0 … 255                           levels [64][d], scales [64][d/64], minima [64][d/64]
-//   2  h-int4            d levels 0 … 15, two a byte                levels [64][d/2], scales and minima likewise
+//   TL_CODING            of a token in one cache layer       of a stored page, its fields one after the other
+//   0  h-fp16            d halves                            h [64][d]
+//   1  h-int8            d levels 0 … 255                    levels [64][d], scales [64][d/64], minima [64][d/64]
+//   2  h-int4            d levels 0 … 15, two a byte         levels [64][d/2], scales and minima likewise
 //
 //   h-int8, h-int4: every 64 channels have a scale and a minimum, halves; value = minimum + level · scale.  A byte of
 //   h-int4 is channel c of a group in its low nibble, channel c + 32 in its high one.
 //
 // A block of 256 threads has a row.  Of channels 2048·i … + 2047, its chunk i, thread t has in group t / 8 of 64 the
-// channels 4·(t % 8) … + 3 and those 32 further on: so 8 neighbouring lanes share a group, and the codes of four channels
-// are a word (of halves, two), in every coding.
+// channels 4·(t % 8) … + 3 and those 32 further on: so 8 neighbouring lanes share a group, and the codes of four
+// channels are a word (of halves, two), in every coding.
 //
 // d is a multiple of 64, for h-fp16 of 8.  fp32, each operation rounded by itself; the division is IEEE's.
 #pragma once
@@ -33,7 +33,7 @@ constexpr int kPageTokens = 64;
 constexpr bool kHasLevels = TL_CODING != H_FP16;
 constexpr float kLargest = 65504.0f;    // a half
 constexpr float kMostLevel = TL_CODING == H_INT4 ? 15.0f : 255.0f;
-constexpr float kLeastStep = 0x1p-16f;  // of a scale: halves keep eight bits of it
+constexpr float kLeastStep = 0x1p-16f;   // of a scale: halves keep eight bits of it
 constexpr float kResolution = 0x1p-11f;  // of halves, relative
 
 typedef float4 Channels[kChunks][2];  // of a row, this thread's
@@ -77,9 +77,9 @@ DEVICE float4 clamp(float4 v) { return make_float4(clamp(v.x), clamp(v.y), clamp
 DEVICE float least_of(float4 v) { return min_nan(min_nan(v.x, v.y), min_nan(v.z, v.w)); }
 DEVICE float most_of(float4 v) { return max_nan(max_nan(v.x, v.y), max_nan(v.z, v.w)); }
 
-// a / b as IEEE rounds it, where b is a half and inverse is 1 / b rounded.  Corrected once, the quotient is off by 2^-45
-// of itself before it is rounded.  No a / b comes so near to the middle between two floats: of 24 and 11 bits, it is
-// 2^-36 of itself away.  (A quotient that underflows is another matter, and far below half a level.)
+// a / b as IEEE rounds it, where b is a half and inverse is 1 / b rounded.  Corrected once, the quotient is off by
+// 2^-45 of itself before it is rounded.  No a / b comes so near to the middle between two floats: of 24 and 11 bits, it
+// is 2^-36 of itself away.  (A quotient that underflows is another matter, and far below half a level.)
 DEVICE float divide(float a, float b, float inverse) {
   const float quotient = a * inverse;
   return fmaf(fmaf(-quotient, b, a), inverse, quotient);

@@ -82,7 +82,9 @@ def residual(rows: int, width: int) -> Host:
     rng = np.random.default_rng(width)
     x = rng.normal(size=(rows, width)).astype(np.float32)
     x[:, ::31] *= 50
-    for first, change in enumerate((lambda r: r + 300, lambda r: r * 40000, lambda r: r * 0 + 1000.1, lambda r: r * 1e-6)):
+    for first, change in enumerate(
+        (lambda r: r + 300, lambda r: r * 40000, lambda r: r * 0 + 1000.1, lambda r: r * 1e-6)
+    ):
         x[first + 1 :: 7] = change(x[first + 1 :: 7])
     x[5::7] = 0
     return x

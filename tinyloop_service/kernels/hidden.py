@@ -137,7 +137,9 @@ def clone_hidden(device: Device, mode: CacheMode, pool: Array, per_slab: int, tr
         device.launch(kernel, (parts, part.shape[0], 1), _THREADS, arguments)
 
 
-def _slabs(operation: str, mode: CacheMode, sizes: dict[str, int], per_slab: int) -> tuple[np.int32, ...]:
+def _slabs(
+    operation: str, mode: CacheMode, sizes: dict[str, int], per_slab: int
+) -> tuple[np.int32, np.int32, np.int32]:
     """The kernels' slab_bytes, per_slab and page_bytes; E and d checked."""
     _check_width(operation, mode, sizes["d"])
     slab_bytes, page_bytes = 2 * sizes["E"], sizes["d"] * _CHANNEL_BYTES[mode]
