@@ -4,7 +4,7 @@
 //   a[r, h] = Σ_p w_p·V[p] / Σ_p w_p     w_p = 2^(q[r, h]·K[p]·scale)     over the positions p that row r sees
 //
 //   q            fp16   [R][H·D]                  turned by RoPE
-//   pool         fp16   [num_pages][2·G·64·D]     pages (attention.cuh)
+//   pool         fp16   [num_pages][2·G·64·D]     pages (attention.cuh); with TL_INT8 int8 [num_pages][64·G·(2·D + 4)]
 //   tables       int32  [slots][max_layers][max_blocks]   page of a sequence's 64-token block; −1: none
 //   items        int32  [max_items][4]            slot whose table names the page, block, first entry, entries 1..64
 //   num_items    int32  [2]                       items, and how many of them, the first, have more than one entry
@@ -48,7 +48,8 @@ static_assert(kWarps == kSteps, "a warp scores the tokens of one step");
 // A warp's share of a page: K of the tokens it scores, Vᵀ of the dims it mixes.
 struct PagePieces {
   StepKeys keys;
-  uint4 values[kWarpTiles][kTokenPieces];
+  Piece values[kWarpTiles][kTokenPieces];
+  StepScales value_scales;  // of the tokens it scores: their weights are its to round
 };
 
 // What the warps tell each other.
@@ -61,9 +62,9 @@ struct Exchange {
 
 // Where a lane's pieces begin.
 struct PageRows {
-  const uint4* keys[2];
+  const Piece* keys[2];
   int token[2];  // of each
-  const uint4* values;
+  const Piece* values;
 };
 
 DEVICE PageRows page_rows(const PageHead& page) {
@@ -72,18 +73,26 @@ DEVICE PageRows page_rows(const PageHead& page) {
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     rows.token[u] = token_of_column(warp, u, g);
-    rows.keys[u] = reinterpret_cast<const uint4*>(page.keys + rows.token[u] * kHeadDim) + t;
+    rows.keys[u] = reinterpret_cast<const Piece*>(page.keys + rows.token[u] * kHeadDim) + t;
   }
-  rows.values = reinterpret_cast<const uint4*>(page.values + (warp * kWarpDims + g) * kPageTokens) + t;
+  rows.values = reinterpret_cast<const Piece*>(page.values + (warp * kWarpDims + g) * kPageTokens) + t;
   return rows;
 }
 
 // First of the eight tokens of a lane's piece j of Vᵀ.
 DEVICE int value_token(int j) { return 32 * j + 8 * (threadIdx.x % 4); }
 
+DEVICE void load_warp_scales(PagePieces& page, const PageHead& from, bool wanted) {
+  const int warp = threadIdx.x / 32;
+  page.keys.scales = load_scales(from.key_scales, warp, wanted);
+  page.value_scales = load_scales(from.value_scales, warp, wanted);
+}
+
 // Asks for everything that is seen of the settled tokens; the rest reads as zeros, whose weight is an exact zero.
 DEVICE void load_page(PagePieces& page, const PageHead& from, const UnitSight& sight) {
   const PageRows rows = page_rows(from);
+  const int scaled = value_token(threadIdx.x / 32 / 2);
+  load_warp_scales(page, from, scaled < sight.settled_end && sees_some(sight.any, scaled, 8));
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     const bool wanted = rows.token[u] < sight.settled_end && sees(sight.any, rows.token[u]);
@@ -103,6 +112,8 @@ DEVICE void load_page(PagePieces& page, const PageHead& from, const UnitSight& s
 // Asks for what was left out.
 DEVICE void load_unsettled(PagePieces& page, const PageHead& from, const UnitSight& sight) {
   const PageRows rows = page_rows(from);
+  const int scaled = value_token(threadIdx.x / 32 / 2);
+  if (scaled >= sight.settled_end && sees_some(sight.any, scaled, 8)) load_warp_scales(page, from, true);
 #pragma unroll
   for (int u = 0; u < 2; ++u)
     if (rows.token[u] >= sight.settled_end && sees(sight.any, rows.token[u])) {
@@ -130,16 +141,19 @@ DEVICE void load_queries(QueryTile& tile, const u16* q, const Unit& unit, const 
   cp_async_commit();
 }
 
+DEVICE float reference_of(const float (&top)[kSteps], float scale) {
+  return reference_exponent(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])), scale);
+}
+
 // The warp's share of the weights: those of its 16 tokens, and their sums.
-DEVICE void publish_weights(Exchange& exchange, StepScores& scores, float scale) {
+DEVICE void publish_weights(Exchange& exchange, StepScores& scores, const StepScales& values, float scale) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float(&top)[kSteps] = exchange.top[g + 8 * half];
-    const float base = exponent_base(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])) * scale);
+    const float base = exponent_base(reference_of(exchange.top[g + 8 * half], scale));
     exchange.sums[g + 8 * half][t][warp] = weigh_half_step(scores, half, scale, base);
   }
-  exchange.weights[warp][lane] = pack_weights<2>(scores);
+  exchange.weights[warp][lane] = pack_weights<2>(scores, values);
 }
 
 // The warp's scores, and what the others need to know of them.
@@ -161,13 +175,12 @@ DEVICE void store_sums(const Partials& partials, const Exchange& exchange, const
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float(&top)[kSteps] = exchange.top[g + 8 * half];
     const float(&sums)[kSteps] = exchange.sums[g + 8 * half][t];
     float sum = 0.0f;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) sum += sums[s];
     sum = row_sum(sum);
-    const float m = fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])) * scale;
+    const float m = reference_of(exchange.top[g + 8 * half], scale);
     if (queries[half].exists && t == 0) partials.ml[split_of(queries[half], lists)] = make_float2(m, sum);
   }
 }
@@ -205,7 +218,7 @@ DEVICE void attend(const Partials& partials, Exchange& exchange, const Unit& uni
   __syncthreads();
   publish_tops(exchange, scores, unit, entries, page, any);
   __syncthreads();
-  publish_weights(exchange, scores, scale);
+  publish_weights(exchange, scores, page.value_scales, scale);
   __syncthreads();
   const Query queries[2] = {query_of(0, g, unit, entries), query_of(0, g + 8, unit, entries)};
   if (threadIdx.x / 32 == 0) store_sums(partials, exchange, queries, lists, scale);
@@ -213,7 +226,7 @@ DEVICE void attend(const Partials& partials, Exchange& exchange, const Unit& uni
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    decode_attention(const u16* q, const u16* pool, const i32* tables, const int4* items, const i32* num_items,
+    decode_attention(const u16* q, const Stored* pool, const i32* tables, const int4* items, const i32* num_items,
                      const uint2* all_entries, const i32* position, const i32* window, float* partial_o,
                      float2* partial_ml, i32 table_offset, i32 table_stride, i32 num_rows, i32 num_heads,
                      i32 num_kv_heads, i32 max_blocks, float scale) {

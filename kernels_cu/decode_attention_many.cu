@@ -12,18 +12,18 @@
 // Before the previous kernel ends, a block asks for the page of its first unit, as in decode_attention.cu; a warp alone
 // reads nothing but lists.
 //
-// Shared memory: a page of a K/V head, 256·D bytes, and four tiles of queries.  Bytes moved: as decode_attention.cu.
+// Shared memory: a page of a K/V head as it is stored, 256·D bytes or half of that, and four tiles of queries.  Bytes
+// moved: as decode_attention.cu.
 #include "decode_alone.cuh"
 #include "decode_work.cuh"
 #include "query_tiles.cuh"
 
 constexpr int kBlocksPerSm = 4;
-constexpr int kValuePieces = kPageTokens / 8;  // 16-byte pieces of a row of Vᵀ
+constexpr int kValuePieces = kPageTokens / 8;  // of a row of Vᵀ
 
-// Rows as in query_tiles.cuh.
-struct SharedPage {
-  uint4 keys[kPageTokens][kRowPieces];
-  uint4 values[kHeadDim][kValuePieces];
+struct SharedPage : SharedScales {
+  alignas(16) Piece keys[kPageTokens][kRowPieces];
+  alignas(16) Piece values[kHeadDim][kValuePieces];
 };
 
 union Shared {
@@ -38,28 +38,33 @@ struct HeldQueries {
   DEVICE QueryPieces piece(int j) const { return pieces[j]; }
 };
 
-DEVICE void copy_piece(uint4* shared, const u16* global, bool wanted, u64 policy) {
+// 16 bytes.
+DEVICE void copy_if(void* shared, const void* global, bool wanted, u64 policy) {
   if (wanted)
     cp_async16(shared, global, policy);
   else
-    *shared = no_piece();
+    *static_cast<uint4*>(shared) = no_piece();
 }
 
-// Asks for tokens first ≤ token < end of a page, both multiples of 8; what nobody sees becomes zeros.
+// Asks for tokens first ≤ token < end of a page, both multiples of kCopyElements; what nobody sees becomes zeros.
 DEVICE void copy_page(SharedPage& page, const PageHead& from, Sight any, int first, int end) {
   const u64 policy = cache_policy(false);
 #pragma unroll
-  for (int i = threadIdx.x; i < kPageTokens * kRowPieces; i += kThreads) {
-    const int token = i / kRowPieces;
+  for (int i = threadIdx.x; i < kPageTokens * kRowPieces / kCopyPieces; i += kThreads) {
+    const int at = i * kCopyPieces, token = at / kRowPieces;
     if (token >= first && token < end)
-      copy_piece(&page.keys[token][place_of_piece(token, i % kRowPieces)], from.keys + 8 * i, sees(any, token), policy);
+      copy_if(&page.keys[token][place_of_key(token, at % kRowPieces)], from.keys + 8 * at, sees(any, token), policy);
   }
 #pragma unroll
-  for (int i = threadIdx.x; i < kHeadDim * kValuePieces; i += kThreads) {
-    const int dim = i / kValuePieces, piece = i % kValuePieces, token = 8 * piece;
+  for (int i = threadIdx.x; i < kHeadDim * kValuePieces / kCopyPieces; i += kThreads) {
+    const int at = i * kCopyPieces, dim = at / kValuePieces, piece = at % kValuePieces, token = 8 * piece;
     if (token >= first && token < end)
-      copy_piece(&page.values[dim][place_of_piece(dim, piece)], from.values + 8 * i, sees_some(any, token, 8), policy);
+      copy_if(&page.values[dim][place_of_value(dim, piece)], from.values + 8 * at,
+              sees_some(any, token, kCopyElements), policy);
   }
+  page.copy_scales(from.key_scales, from.value_scales, [&](uint4* shared, const uint4* scales, int token) {
+    if (token >= first && token < end) copy_if(shared, scales, sees_some(any, token, 8), policy);
+  });
   cp_async_commit();
 }
 
@@ -69,8 +74,9 @@ DEVICE void read_keys(StepKeys& keys, const SharedPage& page, int s) {
   for (int u = 0; u < 2; ++u) {
     const int token = token_of_column(s, u, g);
 #pragma unroll
-    for (int j = 0; j < kDimPieces; ++j) keys.of[u][j] = page.keys[token][place_of_piece(token, 4 * j + t)];
+    for (int j = 0; j < kDimPieces; ++j) keys.of[u][j] = page.keys[token][place_of_key(token, 4 * j + t)];
   }
+  keys.scales = page.key_scales(s);
 }
 
 DEVICE HeldQueries load_tile(const u16* q, const Query (&queries)[2], int num_heads) {
@@ -89,14 +95,16 @@ DEVICE void weigh_tile(PageWeights<2>& weights, const HeldQueries& held, const Q
                        const SharedPage& page, Sight any, float scale) {
   const Sight sights[2] = {queries[0].entry.sight, queries[1].entry.sight};
   StepScores scores[kSteps] = {};
+  StepScales values[kSteps];
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
+    values[s] = page.value_scales(s);
     if (!sees_half(any, s / 2)) continue;
     StepKeys keys;
     read_keys(keys, page, s);
     score(scores[s], held, keys);
   }
-  weigh_page(weights, scores, sights, scale);
+  weigh_page(weights, scores, sights, values, scale);
 }
 
 // o of a group of output dims, to dims[half] where that is not null.
@@ -110,7 +118,7 @@ DEVICE void mix_group(float* const (&dims)[2], const PageWeights<2>& weights, co
 #pragma unroll
     for (int n = 0; n < kGroupTiles; ++n) {
       const int dim = 8 * (group * kGroupTiles + n) + g;
-      mix_step(o[n], weights.steps[s], page.values[dim][place_of_piece(dim, 4 * (s / 2) + t)], s);
+      mix_step(o[n], weights.steps[s], page.values[dim][place_of_value(dim, 4 * (s / 2) + t)], s);
     }
   }
 #pragma unroll
@@ -199,7 +207,7 @@ DEVICE void work_alone(const Partials& partials, QueryTile& tile, const Progress
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    decode_attention(const u16* q, const u16* pool, const i32* tables, const int4* items, const i32* num_items,
+    decode_attention(const u16* q, const Stored* pool, const i32* tables, const int4* items, const i32* num_items,
                      const uint2* all_entries, const i32* position, const i32* window, float* partial_o,
                      float2* partial_ml, i32 table_offset, i32 table_stride, i32 num_rows, i32 num_heads,
                      i32 num_kv_heads, i32 max_blocks, float scale) {

@@ -3,7 +3,8 @@
 //   a[i, h] = Σ_p w_p·V[p] / Σ_p w_p     w_p = 2^(q[i, h]·K[p]·scale)     over the positions p that token i sees
 //
 //   q        fp16   [T][H·D]                   turned by RoPE
-//   pool     fp16   [num_pages][2·G·64·D]      pages (attention.cuh); the tokens' own K and V are in them
+//   pool     fp16   [num_pages][2·G·64·D]      pages (attention.cuh); the tokens' own K and V are in them; with TL_INT8
+//            int8   [num_pages][64·G·(2·D + 4)]
 //   tables   int32  [slots][max_layers][max_blocks]   page of a sequence's 64-token block
 //   tiles    int32  [N][6]                     slot, first row of q, rows 0..64, position of the first, window, shared
 //   token_slot, token_position  int32 [T]      of each row of q; read for tiles with shared > 0 only
@@ -26,14 +27,15 @@
 #include "prefill_softmax.cuh"
 
 constexpr int kGroup = 4;                   // pieces of K or V in registers at once
-constexpr int kRowPieces = kHeadDim / 8;    // 16-byte pieces of a K row
+constexpr int kRowPieces = kHeadDim / 8;    // pieces of a K row
+constexpr int kValuePieces = kPageTokens / 8;  // of a Vᵀ row
 constexpr int kHeadPieces = kHeadElements / 8;
 constexpr int kStages = 2;
 
 // K and V of one head in a page, in shared memory.
-struct Stage {
-  uint4 keys[kHeadPieces];    // [64][D/8]
-  uint4 values[kHeadPieces];  // [D][8]
+struct Stage : SharedScales {
+  alignas(16) Piece keys[kHeadPieces];    // [64][D/8]
+  alignas(16) Piece values[kHeadPieces];  // [D][8]
 };
 
 // A lane's part of its warp's 16 queries: rows g and g + 8.
@@ -42,19 +44,22 @@ struct Queries {
   int position[2];  // −1: none, or not among the rows that attend
 };
 
-// Where piece c of a row lies.  Two rows at a time are read, 4 pieces each: they must not meet in a bank.
-DEVICE int swizzled(int row, int piece, int row_pieces) { return row * row_pieces + (piece ^ (row % 2 * 4)); }
+DEVICE int key_at(int token, int piece) { return token * kRowPieces + place_of_key(token, piece); }
+DEVICE int value_at(int dim, int piece) { return dim * kValuePieces + place_of_value(dim, piece); }
 
 // Starts the copy of a page's K and V of a head; one group.
-DEVICE void copy_page(Stage& stage, const u16* pool, int page, int kv_head, int num_kv_heads) {
-  const uint4* keys = reinterpret_cast<const uint4*>(page_keys(pool, page, kv_head, num_kv_heads));
-  const uint4* values = reinterpret_cast<const uint4*>(page_values(pool, page, kv_head, num_kv_heads));
+DEVICE void copy_page(Stage& stage, const Stored* pool, int page, int kv_head, int num_kv_heads) {
+  const Piece* keys = reinterpret_cast<const Piece*>(page_keys(pool, page, kv_head, num_kv_heads));
+  const Piece* values = reinterpret_cast<const Piece*>(page_values(pool, page, kv_head, num_kv_heads));
 #pragma unroll
-  for (int i = 0; i < kHeadPieces / kThreads; ++i) {
-    const int c = i * kThreads + threadIdx.x;
-    cp_async16(&stage.keys[swizzled(c / kRowPieces, c % kRowPieces, kRowPieces)], keys + c, true);
-    cp_async16(&stage.values[swizzled(c / 8, c % 8, 8)], values + c, true);
+  for (int i = 0; i < kHeadPieces / kCopyPieces / kThreads; ++i) {
+    const int c = (i * kThreads + threadIdx.x) * kCopyPieces;
+    cp_async16(&stage.keys[key_at(c / kRowPieces, c % kRowPieces)], keys + c, true);
+    cp_async16(&stage.values[value_at(c / kValuePieces, c % kValuePieces)], values + c, true);
   }
+  stage.copy_scales(page_scales(pool, page, kv_head, num_kv_heads),
+                    page_scales(pool, page, num_kv_heads + kv_head, num_kv_heads),
+                    [](uint4* shared, const uint4* scales, int) { cp_async16(shared, scales, true); });
   cp_async_commit();
 }
 
@@ -73,6 +78,12 @@ DEVICE void load_queries(Queries& queries, const u16* q, const Tile& tile, int h
 // Tile 2·s + u of the scores is tile u of step s of attention.cuh.
 DEVICE int token_of(int n, int column) { return token_of_column(n / 2, n % 2, column); }
 
+// Scores or weights of a tile times the scales of their tokens, if there are any.
+DEVICE void scale_tile(float (&tile)[4], const StepScales& scales, int u) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) tile[i] = times_scale(tile[i], scales, u, i % 2);
+}
+
 // The scores of the warp's queries against the page.
 DEVICE void score(Scores& scores, const Queries& queries, const Stage& stage) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -87,7 +98,8 @@ DEVICE void score(Scores& scores, const Queries& queries, const Stage& stage) {
     for (int first = 0; first < kScoreTiles; first += kGroup) {
       uint4 keys[kGroup];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) keys[i] = stage.keys[swizzled(token_of(first + i, g), 4 * j + t, kRowPieces)];
+      for (int i = 0; i < kGroup; ++i)
+        keys[i] = halves_of(stage.keys[key_at(token_of(first + i, g), 4 * j + t)]);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i)
         mma_m16n8k16(scores[first + i], {low.x, high.x, low.y, high.y}, keys[i].x, keys[i].y);
@@ -96,12 +108,16 @@ DEVICE void score(Scores& scores, const Queries& queries, const Stage& stage) {
         mma_m16n8k16(scores[first + i], {low.z, high.z, low.w, high.w}, keys[i].z, keys[i].w);
     }
   }
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n) scale_tile(scores[n], stage.key_scales(n / 2), n % 2);
 }
 
-// o += weights · V.
-DEVICE void mix(State& state, const Scores& scores, const Stage& stage) {
+// o += weights · V; `scores` are the weights, and become what is rounded of them.
+DEVICE void mix(State& state, Scores& scores, const Stage& stage) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   u32 weights[kSteps][4];
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n) scale_tile(scores[n], stage.value_scales(n / 2), n % 2);
   pack_weights(weights, scores);
 #pragma unroll
   for (int j = 0; j < kTokenPieces; ++j)
@@ -109,7 +125,7 @@ DEVICE void mix(State& state, const Scores& scores, const Stage& stage) {
     for (int first = 0; first < kDimTiles; first += kGroup) {
       uint4 values[kGroup];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) values[i] = stage.values[swizzled(8 * (first + i) + g, 4 * j + t, 8)];
+      for (int i = 0; i < kGroup; ++i) values[i] = halves_of(stage.values[value_at(8 * (first + i) + g, 4 * j + t)]);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) mma_m16n8k16(state.o[first + i], weights[2 * j], values[i].x, values[i].y);
 #pragma unroll
@@ -131,7 +147,7 @@ DEVICE void attend(State& state, const Queries& queries, const Stage& stage, con
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-    prefill_attention(const u16* q, const u16* pool, const i32* tables, const i32* tiles, const i32* token_slot,
+    prefill_attention(const u16* q, const Stored* pool, const i32* tables, const i32* tiles, const i32* token_slot,
                       const i32* token_position, u16* a, i32 table_offset, i32 table_stride, i32 num_tiles,
                       i32 num_heads, i32 num_kv_heads, i32 num_sms, float scale) {
   DYNAMIC_SHARED(shared);

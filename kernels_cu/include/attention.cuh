@@ -1,18 +1,20 @@
 // What both attentions share: where a page keeps K and V, which token a column of scores is, who may see it.
 //
-// A page holds 64 tokens of one cache layer, fp16: K [G][64][D], then V transposed [G][D][64].  In both, the elements
-// that a product sums over lie next to each other, so every operand of mma.m16n8k16 comes in 16-byte pieces, with no
-// ldmatrix and no transposition: lane = 4·g + t of a warp takes the 8 elements from 32·j + 8·t on, and mma step
-// s = 2·j + i sums over elements 32·j + 8·t + 4·i .. +3 of its four lanes.  Both operands use this order.
+// A page holds 64 tokens of one cache layer: K [G][64][D], then V transposed [G][D][64], halves or levels; then, where
+// there are any, the scales [G][64] of K and [G][64] of V (stored.cuh).  In K and V, the elements that a product sums
+// over lie next to each other, so every operand of mma.m16n8k16 comes in pieces of 8 elements, with no ldmatrix and no
+// transposition: lane = 4·g + t of a warp takes the 8 elements from 32·j + 8·t on, and mma step s = 2·j + i sums over
+// elements 32·j + 8·t + 4·i .. +3 of its four lanes.  Both operands use this order.
 //
 //   scores   a: 16 queries × D of q          b: D × tokens of K              sum over D
 //   mix      a: 16 queries × 64 of weights   b: 64 × output dims of Vᵀ       sum over the tokens of the page
 //
 // The scores of step s's 16 tokens are two tiles of 8 columns, u = 0, 1.  `token_of_column` arranges them so that a
-// lane's eight accumulators, rounded to fp16, are its a operand of step s of the mix.
+// lane's eight accumulators, rounded to fp16, are its a operand of step s of the mix.  So of steps 2·j and 2·j + 1 a
+// lane's columns are tokens 32·j + 8·t .. +7: their scales are one 16-byte piece.
 #pragma once
 
-#include "ptx.cuh"
+#include "stored.cuh"
 
 #ifndef TL_HEAD_DIM
 #define TL_HEAD_DIM 128
@@ -23,11 +25,11 @@
 
 constexpr int kHeadDim = TL_HEAD_DIM;                // D
 constexpr int kQueriesPerKv = TL_QUERIES_PER_KV;     // H / G
-constexpr int kPageTokens = 64;
 constexpr int kSteps = kPageTokens / 16;             // mma steps over the tokens of a page
-constexpr int kDimPieces = kHeadDim / 32;            // 16-byte pieces a lane takes of a q or K row
+constexpr int kDimPieces = kHeadDim / 32;            // pieces a lane takes of a q or K row
 constexpr int kTokenPieces = kPageTokens / 32;       // the same of a Vᵀ row
 constexpr int kHeadElements = kPageTokens * kHeadDim;  // of K, and of V, of one head in a page
+constexpr int kHeadScaleBytes = kPageTokens * kScaleBytes;
 static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim is 64 or 128");
 static_assert(kQueriesPerKv >= 1 && kQueriesPerKv <= 16, "the heads that share a K/V head fill at most one tile");
 
@@ -38,14 +40,32 @@ DEVICE int token_of_column(int s, int u, int column) {
   return 32 * (s / 2) + 8 * (column / 2) + 4 * (s % 2) + 2 * u + column % 2;
 }
 
+// Where a row of K or V in shared memory has a piece.  Lanes read four pieces of several rows at once, which must not
+// meet in a bank: of halves those of two neighbours, of levels those of tokens n, n + 1, n + 8 and n + 9, or of four
+// neighbouring dims.
+DEVICE int place_of_key(int token, int piece) {
+  if (kCopyPieces == 1) return piece ^ (token % 2 * 4);
+  const int nth = token % 2 + token / 8 % 2 * 2;
+  return piece ^ ((kHeadDim == 128 ? nth : nth / 2) * 4);  // two rows of 64 bytes lie apart anyway
+}
+
+DEVICE int place_of_value(int dim, int piece) { return piece ^ ((kCopyPieces == 1 ? dim % 2 : dim / 2 % 2) * 4); }
+
 // K of a head in a page: [64][D].
-DEVICE const u16* page_keys(const u16* pool, int page, int kv_head, int num_kv_heads) {
-  return pool + (static_cast<u64>(page) * 2 * num_kv_heads + kv_head) * kHeadElements;
+DEVICE const Stored* page_keys(const Stored* pool, int page, int kv_head, int num_kv_heads) {
+  return pool + (static_cast<u64>(page) * 2 * num_kv_heads + kv_head) * kHeadElements +
+         static_cast<u64>(page) * 2 * num_kv_heads * kHeadScaleBytes;
 }
 
 // V of a head in a page: [D][64].
-DEVICE const u16* page_values(const u16* pool, int page, int kv_head, int num_kv_heads) {
+DEVICE const Stored* page_values(const Stored* pool, int page, int kv_head, int num_kv_heads) {
   return page_keys(pool, page, kv_head + num_kv_heads, num_kv_heads);
+}
+
+// Scales of a head in a page, [64], 8 tokens a piece; of V: those of head G + kv_head.
+DEVICE const uint4* page_scales(const Stored* pool, int page, int kv_head, int num_kv_heads) {
+  const Stored* scales = page_keys(pool, page, 2 * num_kv_heads, num_kv_heads) + kv_head * kHeadScaleBytes;
+  return reinterpret_cast<const uint4*>(scales);
 }
 
 DEVICE uint4 load_piece(const u16* halves) { return load_global(reinterpret_cast<const uint4*>(halves)); }
@@ -67,6 +87,11 @@ DEVICE bool sees(Sight sight, int token) { return token >= sight.begin && token 
 
 // The exponents of a softmax are taken from its largest score; where nothing is seen, from 0: then they give 0.
 DEVICE float exponent_base(float top) { return top == minus_infinity() ? 0.0f : top; }
+
+// What the weights of a softmax whose largest score is `top` are taken relative to.
+DEVICE float reference_exponent(float top, float scale) {
+  return kWeightBits > 0.0f ? top * scale - kWeightBits : top * scale;
+}
 
 // Two scores in base 2 and their distance below `top`: 2^(score·scale − top).
 DEVICE float weigh(float score, float scale, float base) { return exp2_fast(fmaf(score, scale, -base)); }

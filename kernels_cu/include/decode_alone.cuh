@@ -15,33 +15,39 @@ struct HalfKeys {
 
 // Of a group's output dims: the lane's 8 tokens of each half of the page.
 struct GroupValues {
-  uint4 tiles[kGroupTiles][kTokenPieces];
+  Piece tiles[kGroupTiles][kTokenPieces];
 };
+
+// Whether the tokens of the lane's columns of step s are seen, or neighbours of theirs.
+DEVICE bool sees_columns(Sight sight, int s) { return sees_some(sight, 32 * (s / 2) + 8 * (threadIdx.x % 4), 8); }
 
 DEVICE void load_half_keys(HalfKeys& keys, const PageHead& page, int j, Sight sight) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-  for (int i = 0; i < kHalfSteps; ++i)
+  for (int i = 0; i < kHalfSteps; ++i) {
+    const int s = kHalfSteps * j + i;
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const int token = token_of_column(kHalfSteps * j + i, u, g);
-      const uint4* row = reinterpret_cast<const uint4*>(page.keys + token * kHeadDim) + t;
+      const int token = token_of_column(s, u, g);
+      const Piece* row = reinterpret_cast<const Piece*>(page.keys + token * kHeadDim) + t;
 #pragma unroll
       for (int n = 0; n < kDimPieces; ++n) keys.steps[i].of[u][n] = load_stream_if(row + 4 * n, sees(sight, token));
     }
+    keys.steps[i].scales = load_scales(page.key_scales, s, sees_columns(sight, s));
+  }
 }
 
 // values: Vᵀ from the first of the group's dims on.
-DEVICE void load_group_values(GroupValues& loaded, const u16* values, Sight sight) {
+DEVICE void load_group_values(GroupValues& loaded, const Stored* values, Sight sight) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int j = 0; j < kTokenPieces; ++j) {
     const int token = 32 * j + 8 * t;
-    const u16* row = values + g * kPageTokens + token;
+    const Stored* row = values + g * kPageTokens + token;
 #pragma unroll
     for (int n = 0; n < kGroupTiles; ++n)
       loaded.tiles[n][j] =
-          load_stream_if(reinterpret_cast<const uint4*>(row + 8 * n * kPageTokens), sees_some(sight, token, 8));
+          load_stream_if(reinterpret_cast<const Piece*>(row + 8 * n * kPageTokens), sees_some(sight, token, 8));
   }
 }
 
@@ -60,6 +66,9 @@ DEVICE void load_own_queries(QueryTile& tile, const u16* q, int row, int num_hea
 DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, const QueryTile& tile, const PageHead& page, Sight sight,
                       float scale) {
   StepScores scores[kSteps] = {};
+  StepScales values[kSteps];
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) values[s] = load_scales(page.value_scales, s, sees_columns(sight, s));
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     if (!sees_half(sight, j)) continue;
@@ -75,11 +84,11 @@ DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, const QueryTile& tile, c
   }
   Sight sights[kOwnHalves];
   for (Sight& of_half : sights) of_half = sight;
-  weigh_page(weights, scores, sights, scale);
+  weigh_page(weights, scores, sights, values, scale);
 }
 
 // o of a group's dims, to dims[half] where that is not null.
-DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalves>& weights, const u16* values,
+DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalves>& weights, const Stored* values,
                     Sight sight) {
   GroupValues group;
   float o[kGroupTiles][4] = {};

@@ -18,7 +18,7 @@ struct Lists {
   const int4* items;
   const uint2* entries;
   const i32* tables;  // of the layer: rows of max_blocks, table_stride apart
-  const u16* pool;
+  const Stored* pool;
   int table_stride, num_heads, num_kv_heads, max_blocks;
 };
 
@@ -38,7 +38,8 @@ struct Unit {
   int page;  // not yet its address: nothing waits for it while the entries are read
 };
 
-// What the unit's rows see of its page together.  The tokens before settled_end, a multiple of 8, are not of this step.
+// What the unit's rows see of its page together.  The tokens before settled_end, a multiple of kCopyElements, are not of
+// this step.
 struct UnitSight {
   Sight any;
   int settled_end;
@@ -95,14 +96,16 @@ DEVICE void read_entries(Entries& entries, const Unit& unit, const Lists& lists,
   if (e < unit.num_entries) entries.of[e] = read_entry(unit.first_entry + e, unit, lists, batch);
 }
 
-// K and V of a page, of the block's K/V head.
+// K and V of a page, of the block's K/V head, and their scales if they have any.
 struct PageHead {
-  const u16 *keys, *values;
+  const Stored *keys, *values;
+  const uint4 *key_scales, *value_scales;
 };
 
 DEVICE PageHead page_head(const Lists& lists, int page) {
-  return {page_keys(lists.pool, page, blockIdx.x, lists.num_kv_heads),
-          page_values(lists.pool, page, blockIdx.x, lists.num_kv_heads)};
+  const int head = blockIdx.x, num_heads = lists.num_kv_heads;
+  return {page_keys(lists.pool, page, head, num_heads), page_values(lists.pool, page, head, num_heads),
+          page_scales(lists.pool, page, head, num_heads), page_scales(lists.pool, page, num_heads + head, num_heads)};
 }
 
 DEVICE UnitSight sight_of_unit(const Unit& unit, const Entries& entries) {
@@ -112,7 +115,7 @@ DEVICE UnitSight sight_of_unit(const Unit& unit, const Entries& entries) {
     const Sight sight = entries.of[e].sight;
     begin = min(begin, sight.begin);
     end = max(end, sight.end);
-    if (sight.end > 0) settled_end = min(settled_end, (sight.end - 1) / 8 * 8);
+    if (sight.end > 0) settled_end = min(settled_end, (sight.end - 1) / kCopyElements * kCopyElements);
   }
   return {{reduce_min(begin), reduce_max(end)}, reduce_min(settled_end)};
 }

@@ -4,6 +4,8 @@
 //
 //   m = max q·K·scale      w = 2^(q·K·scale − m)      l = Σ w      o = Σ fp16(w)·V      over the page's tokens
 //
+// With scales, m is 6 less, and the scale of V goes into fp16(w) (stored.cuh).
+//
 // A lane holds rows g and g + 8 of a tile ("half" 0 and 1), in the fragments of mma_m16n8k16, step by step of 16
 // tokens; attention.cuh says which token a column is.  o: one product after the other, steps ascending.  l: a lane adds
 // up its tokens of each step, then the steps, ascending, then the four lanes of a row.  Steps of which no row sees
@@ -17,9 +19,10 @@ struct QueryPieces {
   uint4 low, high;
 };
 
-// A lane's two tokens of a step: all their dims.
+// A lane's two tokens of a step: all their dims; and the scales of its columns of scores.
 struct StepKeys {
-  uint4 of[2][kDimPieces];
+  Piece of[2][kDimPieces];
+  StepScales scales;
 };
 
 // A lane's scores of a step.
@@ -48,19 +51,19 @@ DEVICE void score(StepScores& scores, const Queries& queries, const StepKeys& ke
     const QueryPieces q = queries.piece(j);
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const uint4& k = keys.of[u][j];
+      const uint4& k = halves_of(keys.of[u][j]);
       mma_m16n8k16(j % 2 ? odd[u] : scores.of[u], {q.low.x, q.high.x, q.low.y, q.high.y}, k.x, k.y);
     }
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const uint4& k = keys.of[u][j];
+      const uint4& k = halves_of(keys.of[u][j]);
       mma_m16n8k16(j % 2 ? odd[u] : scores.of[u], {q.low.z, q.high.z, q.low.w, q.high.w}, k.z, k.w);
     }
   }
 #pragma unroll
   for (int u = 0; u < 2; ++u)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores.of[u][i] += odd[u][i];
+    for (int i = 0; i < 4; ++i) scores.of[u][i] = times_scale(scores.of[u][i] + odd[u][i], keys.scales, u, i % 2);
 }
 
 // Of one half of step s: what is not seen is −inf.  The largest of the lane's, or `top`.
@@ -87,19 +90,26 @@ DEVICE float weigh_half_step(StepScores& scores, int half, float scale, float ba
   return sum;
 }
 
-// The a operand of the mix.  kHalves is 1 where only rows 0..7 exist: the others weigh nothing.
+// Of tile u, rows of one half: two neighbouring columns.
+DEVICE u32 pack_pair(const StepScores& scores, int u, int half, const StepScales& values) {
+  const float* pair = scores.of[u] + 2 * half;
+  return pack_half2(times_scale(pair[0], values, u, 0), times_scale(pair[1], values, u, 1));
+}
+
+// The a operand of the mix, with the scales of V.  kHalves is 1 where only rows 0..7 exist: the others weigh nothing.
 template <int kHalves>
-DEVICE uint4 pack_weights(const StepScores& scores) {
-  uint4 weights = {pack_half2(scores.of[0][0], scores.of[0][1]), 0, pack_half2(scores.of[1][0], scores.of[1][1]), 0};
+DEVICE uint4 pack_weights(const StepScores& scores, const StepScales& values) {
+  uint4 weights = {pack_pair(scores, 0, 0, values), 0, pack_pair(scores, 1, 0, values), 0};
   if (kHalves == 2) {
-    weights.y = pack_half2(scores.of[0][2], scores.of[0][3]);
-    weights.w = pack_half2(scores.of[1][2], scores.of[1][3]);
+    weights.y = pack_pair(scores, 0, 1, values);
+    weights.w = pack_pair(scores, 1, 1, values);
   }
   return weights;
 }
 
-// o of eight output dims += step s's; `values` is the lane's 16-byte piece of its half of the page.
-DEVICE void mix_step(float (&o)[4], const uint4& weights, const uint4& values, int s) {
+// o of eight output dims += step s's; `piece` is the lane's of its half of the page.
+DEVICE void mix_step(float (&o)[4], const uint4& weights, const Piece& piece, int s) {
+  const uint4& values = halves_of(piece);
   const u32 low = s % 2 ? values.z : values.x, high = s % 2 ? values.w : values.y;
   mma_m16n8k16(o, {weights.x, weights.y, weights.z, weights.w}, low, high);
 }
@@ -114,17 +124,17 @@ struct PageWeights {
 
 template <int kHalves>
 DEVICE void weigh_page(PageWeights<kHalves>& weights, StepScores (&scores)[kSteps], const Sight (&sights)[kHalves],
-                       float scale) {
+                       const StepScales (&values)[kSteps], float scale) {
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     float top = minus_infinity(), sum = 0.0f;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) top = hide(scores[s], half, s, sights[half], top);
-    top = row_max(top) * scale;
+    top = reference_exponent(row_max(top), scale);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) sum += weigh_half_step(scores[s], half, scale, exponent_base(top));
     weights.ml[half] = make_float2(top, row_sum(sum));
   }
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) weights.steps[s] = pack_weights<kHalves>(scores[s]);
+  for (int s = 0; s < kSteps; ++s) weights.steps[s] = pack_weights<kHalves>(scores[s], values[s]);
 }

@@ -13,7 +13,7 @@ typedef float Scores[kScoreTiles][4];
 
 struct State {
   float o[kDimTiles][4];
-  float top[2];  // of score·scale
+  float top[2];  // what the weights are relative to: the largest score·scale so far (stored.cuh)
   float sum[2];  // of this lane's columns
 };
 
@@ -41,7 +41,7 @@ DEVICE void weigh_page(State& state, float (&factor)[2], Scores& scores, float s
     float top = minus_infinity();
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) top = fmaxf(top, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-    top = fmaxf(state.top[half], row_max(top) * scale);
+    top = fmaxf(state.top[half], reference_exponent(row_max(top), scale));
     const float base = exponent_base(top);
     factor[half] = exp2_fast(state.top[half] - base);
     float sum = 0.0f;

@@ -186,6 +186,31 @@ DEVICE uint4 load_stream_if(const uint4* global, bool wanted) {
   return v;
 }
 
+// Both for 8 bytes.
+DEVICE uint2 load_stream(const uint2* global) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  uint2 v;
+  asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(global), "l"(policy)
+               : "memory");
+  return v;
+}
+
+DEVICE uint2 load_stream_if(const uint2* global, bool wanted) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  uint2 v = {0, 0};
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %4, 0;\n"
+      "@wanted ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;\n}"
+      : "+r"(v.x), "+r"(v.y)
+      : "l"(global), "l"(policy), "r"(static_cast<u32>(wanted))
+      : "memory");
+  return v;
+}
+
 DEVICE uint4 load_global(const uint4* global) { return *global; }
 
 // What another block of the same kernel wrote before a fence: passes L1 by, which may hold an older copy.  Zeros

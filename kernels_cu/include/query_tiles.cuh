@@ -1,13 +1,12 @@
 // Queries in shared memory, as tiles of 16 rows: what warps of decode_attention multiply keys by.
 //
 // A row is kHeadDim halves in 16-byte pieces; the two halves of each 128 bytes of odd rows change places, so that the
-// eight lanes that read at once, two neighbouring rows of four pieces, take all banks.  Pages in shared memory are laid
-// out the same way.
+// eight lanes that read at once, two neighbouring rows of four pieces, take all banks.
 #pragma once
 
 #include "page_sums.cuh"
 
-constexpr int kRowPieces = kHeadDim / 8;  // 16-byte pieces of a query, and of a token's K
+constexpr int kRowPieces = kHeadDim / 8;  // pieces of a query, and of a token's K
 
 struct QueryTile {
   uint4 rows[16][kRowPieces];

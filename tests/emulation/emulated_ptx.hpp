@@ -282,6 +282,11 @@ inline uint4 load_keep(const uint4* global) { return load_global(global); }
 inline uint4 load_stream(const uint4* global) { return load_global(global); }
 
 inline uint4 load_stream_if(const uint4* global, bool wanted) { return wanted ? load_global(global) : uint4{}; }
+inline uint2 load_stream(const uint2* global) {
+  emulator::check_aligned(global, 8);
+  return *global;
+}
+inline uint2 load_stream_if(const uint2* global, bool wanted) { return wanted ? load_stream(global) : uint2{}; }
 inline float2 load_l2(const float2* global, bool wanted = true) { return wanted ? *global : float2{}; }
 inline void prefetch_l2(const void*) {}
 

@@ -1,7 +1,8 @@
 """Sequences in pages, for the tests of the attention kernels.
 
-A `Sequences` holds a pool in which every page that no table names is NaN, tables of one cache layer among three, and
-the same K and V as they would be in one piece.  Tokens past a sequence's length hold finite rubbish.
+A `Sequences` holds a pool in which every page that no table names is NaN (in int8 its scales are), tables of one cache
+layer among three, and the same K and V as they would be in one piece.  Tokens past a sequence's length hold finite
+rubbish.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
+
+from tinyloop_service.kernels.references.decode_attention import page_views, read_page
+from tinyloop_service.kernels.references.int8_pages import int8_page
 
 Array = NDArray[Any]
 
 PAGE = 64
 LAYERS, LAYER = 3, 1
+FORMS = pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
 
 
 @dataclass
@@ -29,8 +35,9 @@ class Sequences:
     shared: int = 0
     max_blocks: int = 0
     seed: int = 0
+    int8: bool = False
     rng: np.random.Generator = field(init=False)
-    pool: Array = field(init=False)  # float16 [pages, 2·G·64·D]
+    pool: Array = field(init=False)  # float16 [pages, 2·G·64·D] or int8 [pages, 64·G·(2·D + 4)]
     tables: Array = field(init=False)  # int32 [sequences, LAYERS, max_blocks]
 
     def __post_init__(self) -> None:
@@ -39,37 +46,49 @@ class Sequences:
         self.max_blocks = self.max_blocks or max(blocks)
         own = sum(max(count - self.shared, 0) for count in blocks)
         pages = self.rng.permutation(2 * (self.shared + own) + 3).tolist()  # half of them nobody's
-        self.pool = np.full((len(pages), 2 * self.kv_heads * PAGE * self.head_dim), np.nan, np.float16)
+        self.pool = self._nobodys(len(pages))
         self.tables = np.full((len(self.lengths), LAYERS, self.max_blocks), -1, np.int32)
         prefix = [pages.pop() for _ in range(self.shared)]
         for slot, count in enumerate(blocks):
             own_pages = [pages.pop() for _ in range(count - self.shared)]
             self.tables[slot, LAYER, :count] = (prefix + own_pages)[:count]
         for page in np.unique(self.tables[self.tables >= 0]):
-            self.pool[page] = self.rng.standard_normal(self.pool.shape[1])
+            self._fill(page, slice(None), 1.0)
         for slot in range(len(self.lengths)):
             self.fill_unused(slot)
 
-    def page(self, slot: int, block: int) -> tuple[Array, Array]:
-        """K [G, 64, D] and transposed V [G, D, 64]: views."""
-        keys, values = self.pool[self.tables[slot, LAYER, block]].reshape(2, self.kv_heads, -1)
-        return keys.reshape(self.kv_heads, PAGE, -1), values.reshape(self.kv_heads, -1, PAGE)
+    def _nobodys(self, num_pages: int) -> Array:
+        head = 2 * self.kv_heads * PAGE
+        if self.int8:
+            return np.full((num_pages, head * (self.head_dim + 2)), 127, np.int8)  # two of them are a NaN
+        return np.full((num_pages, head * self.head_dim), np.nan, np.float16)
+
+    def _fill(self, page: int, tokens: slice, spread: float) -> None:
+        """Anything; values are some `spread` large."""
+        keys, values, *scales = (int8_page if self.int8 else page_views)(self.pool[page], self.kv_heads)
+        for array in (keys[:, tokens], values[:, :, tokens]):
+            many = self.rng.standard_normal(array.shape)
+            array[...] = np.clip(np.rint(42 * many), -127, 127) if self.int8 else spread * many
+        for array in scales:
+            array[:, tokens] = spread / 42 * self.rng.uniform(0.5, 1.5, array[:, tokens].shape)
 
     def fill_unused(self, slot: int) -> None:
         """Other rubbish past the end of the sequence."""
         used = self.lengths[slot] % PAGE
         if used and self.lengths[slot] // PAGE >= self.shared:
-            keys, values = self.page(slot, self.lengths[slot] // PAGE)
-            keys[:, used:] = 300 * self.rng.standard_normal(keys[:, used:].shape)
-            values[:, :, used:] = 300 * self.rng.standard_normal(values[:, :, used:].shape)
+            self._fill(self.tables[slot, LAYER, self.lengths[slot] // PAGE], slice(used, None), 300.0)
+
+    def _decoded(self, page: int) -> tuple[Array, Array]:
+        """K and V of a page as they are read, float64 [G, 64, D]."""
+        keys, values, key_scales, value_scales, _ = read_page(self.pool[page], self.kv_heads)
+        decoded = keys.transpose(0, 2, 1) * key_scales.astype(np.float64), values * value_scales.astype(np.float64)
+        return decoded[0].transpose(0, 2, 1), decoded[1].transpose(0, 2, 1)
 
     def whole(self, slot: int) -> tuple[Array, Array]:
         """K and V of a sequence, float64 [G, length, D]."""
-        pages = [self.page(slot, block) for block in range(-(-self.lengths[slot] // PAGE))]
-        keys = np.concatenate([keys for keys, _ in pages], axis=1)
-        values = np.concatenate([values.transpose(0, 2, 1) for _, values in pages], axis=1)
-        at = slice(0, self.lengths[slot])
-        return keys[:, at].astype(np.float64), values[:, at].astype(np.float64)
+        pages = [self._decoded(page) for page in self.tables[slot, LAYER, : -(-self.lengths[slot] // PAGE)]]
+        keys, values = (np.concatenate(arrays, axis=1) for arrays in zip(*pages, strict=True))
+        return keys[:, : self.lengths[slot]], values[:, : self.lengths[slot]]
 
     def queries(self, count: int) -> Array:
         """float16 [count, H·D]; scores spread over some ten powers of two."""
@@ -80,7 +99,8 @@ class Sequences:
 
         Weights are rounded to fp16, 2^-11 of each, against a sum that is not: Σ w·|V|·2^-11.  The result is rounded
         once more.  Weights below 2^-14 of the largest of their page are off by up to 2^-25 of it, 2^-20 of V in
-        all.  What fp32 adds is smaller by far; 2^-18 covers the exponents' and exp2's.
+        all.  What fp32 adds is smaller by far; 2^-18 covers the exponents' and exp2's.  In int8 64·w·(scale of V)
+        is rounded, which below 2^-14 is off by up to 2^-25: 2^-31 of w·scale, times 64 levels of at most 127.
         """
         keys, values = (np.repeat(x, self.heads // self.kv_heads, axis=0) for x in self.whole(slot))
         at = np.arange(self.lengths[slot])
@@ -91,5 +111,6 @@ class Sequences:
         weights /= weights.sum(axis=1, keepdims=True)
         result = np.einsum("hp,hpd->hd", weights, values)
         spread = np.einsum("hp,hpd->hd", weights, np.abs(values))
-        tolerance = (2**-11 + 2**-18) * (spread + np.abs(result)) + 2**-20 * np.abs(values[:, seen]).max()
+        least = 2**-31 * PAGE * 127 if self.int8 else 2**-20 * np.abs(values[:, seen]).max()
+        tolerance = (2**-11 + 2**-18) * (spread + np.abs(result)) + least
         return result.ravel(), tolerance.ravel()

@@ -18,11 +18,12 @@ STEMS = sorted(path.stem for path in KERNELS.glob("*.cu"))
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100")
 QUICKLY = "--Ofast-compile=max"
 GQA_64 = {"TL_HEAD_DIM": 64, "TL_QUERIES_PER_KV": 4}
+INT8 = {"TL_INT8": 1}
 # The other sides of the kernels' switches; each file's defaults are compiled everywhere.
 VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
-    "decode_attention": (GQA_64,),
-    "decode_attention_many": (GQA_64,),
-    "prefill_attention": (GQA_64,),
+    "decode_attention": (GQA_64, INT8),
+    "decode_attention_many": (GQA_64, INT8),
+    "prefill_attention": (GQA_64, INT8),
     "prefill_attention_wide": (GQA_64,),
     "rope": ({"TL_HEAD_DIM": 64, "TL_INTERLEAVED": 1}, {"TL_QUERIES_ONLY": 1}),
     "hidden": ({"TL_CODING": 0, "TL_COLUMNS": 1}, {"TL_CODING": 2, "TL_CHUNKS": 3}),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import LAYER, PAGE, Sequences
+from attention_cases import FORMS, LAYER, PAGE, Sequences
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels.decode_attention import decode_attention
@@ -19,7 +19,9 @@ from tinyloop_service.kernels.references import decode_attention as reference
 Array = NDArray[Any]
 
 WINDOWS = (0, 1, 63, 64, 65, 100)
-SHAPES = [(2, 2, 128), (4, 2, 64), (4, 1, 128), (3, 1, 64), (16, 1, 64)]  # heads, K/V heads, head_dim
+SHAPES = [(2, 2, 128), (4, 2, 64), (16, 1, 64), (4, 1, 128), (3, 1, 64)]  # heads, K/V heads, head_dim
+ALL_CASES = [(*shape, int8) for int8, shapes in ((False, SHAPES), (True, SHAPES[:3])) for shape in shapes]
+COMPANY = [(*shape, int8) for int8 in (False, True) for shape in SHAPES[:2]] + [(4, 1, 128, False)]
 UNWRITTEN = 7.0
 
 
@@ -98,19 +100,20 @@ def check(sequences: Sequences, rows: Sequence[Row], q: Array, a: Array) -> None
         assert excess.max() <= 0, f"{its} is off by {excess.max():.2e} more than rounding explains"
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
-def test_against_float64(device: Device, heads: int, kv_heads: int, head_dim: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "int8"), ALL_CASES)
+def test_against_float64(device: Device, heads: int, kv_heads: int, head_dim: int, int8: bool) -> None:
     lengths = [1, 2, 63, 64, 65, 118, 200]
-    sequences = Sequences(lengths, heads, kv_heads, head_dim)
+    sequences = Sequences(lengths, heads, kv_heads, head_dim, int8=int8)
     rows = [Row(slot, length - 1) for slot, length in enumerate(lengths)]
     q = sequences.queries(len(rows))
     check(sequences, rows, q, run(device, sequences, rows, q))
 
 
+@FORMS
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_windows(device: Device, window: int, many: bool) -> None:
-    sequences = Sequences([150, 129, 192, 128], 2, 1, 64, shared=2)
+def test_windows(device: Device, window: int, many: bool, int8: bool) -> None:
+    sequences = Sequences([150, 129, 192, 128], 2, 1, 64, shared=2, int8=int8)
     rows = [Row(slot, length - 1, window) for slot, length in enumerate(sequences.lengths)]
     q = sequences.queries(len(rows))
     check(sequences, rows, q, run(device, sequences, rows, q, many=many))
@@ -123,9 +126,10 @@ def test_more_splits_than_a_merge_keeps_in_flight(device: Device) -> None:
     check(sequences, rows, q, run(device, sequences, rows, q))
 
 
-def test_against_the_reference(device: Device) -> None:
+@FORMS
+def test_against_the_reference(device: Device, int8: bool) -> None:
     """The same rounding points: what differs is the order of fp32 sums, seen at most in the last bit of fp16."""
-    sequences = Sequences([150, 130, 200], 4, 2, 64, shared=2)
+    sequences = Sequences([150, 130, 200], 4, 2, 64, shared=2, int8=int8)
     rows = [Row(0, 149), Row(1, 129, 70), Row(2, 199, 1)]
     q = sequences.queries(len(rows))
     work = work_list(rows, shared=2, group=64, hidden=True)
@@ -138,11 +142,13 @@ def test_against_the_reference(device: Device) -> None:
     np.testing.assert_allclose(a.astype(np.float32), expected.astype(np.float32), rtol=2**-10, atol=2**-10)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES[:3])
-def test_a_rows_bits_do_not_depend_on_its_company(device: Device, heads: int, kv_heads: int, head_dim: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "int8"), COMPANY)
+def test_a_rows_bits_do_not_depend_on_its_company(
+    device: Device, heads: int, kv_heads: int, head_dim: int, int8: bool
+) -> None:
     """Twenty rows off one prefix: all together (two tiles of queries and more), in groups, each alone."""
     lengths = [129 + 3 * i for i in range(20)]
-    sequences = Sequences(lengths, heads, kv_heads, head_dim, shared=2)
+    sequences = Sequences(lengths, heads, kv_heads, head_dim, shared=2, int8=int8)
     rows = [Row(slot, length - 1, WINDOWS[slot % 6]) for slot, length in enumerate(lengths)]
     q = sequences.queries(len(rows))
     together = run(device, sequences, rows, q)
@@ -163,19 +169,21 @@ def test_a_rows_bits_do_not_depend_on_its_company(device: Device, heads: int, kv
     assert np.array_equal(backwards[::-1], together), "the order of the rows shows"
 
 
+@FORMS
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("window", WINDOWS[1:])
-def test_a_split_of_which_nothing_is_seen_weighs_nothing(device: Device, window: int, many: bool) -> None:
-    sequences = Sequences([290, 257], 2, 2, 64, shared=3)
+def test_a_split_of_which_nothing_is_seen_weighs_nothing(device: Device, window: int, many: bool, int8: bool) -> None:
+    sequences = Sequences([290, 257], 4, 2, 64, shared=3, int8=int8)
     rows = [Row(0, 289, window), Row(1, 256, window)]
     q = sequences.queries(2)
     left_out = run(device, sequences, rows, q)
     assert np.array_equal(run(device, sequences, rows, q, hidden=True, many=many), left_out)
 
 
-def test_splits_that_lie_ahead_weigh_nothing(device: Device) -> None:
+@FORMS
+def test_splits_that_lie_ahead_weigh_nothing(device: Device, int8: bool) -> None:
     """A work list may name blocks that a row only reaches in a later step."""
-    sequences = Sequences([200], 2, 2, 64)
+    sequences = Sequences([200], 4, 2, 64, int8=int8)
     q = sequences.queries(1)
     now = run(device, sequences, [Row(0, 70)], q)
 
@@ -187,8 +195,9 @@ def test_splits_that_lie_ahead_weigh_nothing(device: Device) -> None:
         assert np.array_equal(run(device, sequences, [RowWithMore(0, 70)], q, many=many), now)
 
 
-def test_nothing_past_a_rows_position_leaks(device: Device) -> None:
-    sequences = Sequences([65, 100], 2, 1, 128, shared=1)
+@FORMS
+def test_nothing_past_a_rows_position_leaks(device: Device, int8: bool) -> None:
+    sequences = Sequences([65, 100], 2, 2, 128, shared=1, int8=int8)
     rows = [Row(0, 64), Row(1, 99)]
     q = sequences.queries(2)
     before = run(device, sequences, rows, q)

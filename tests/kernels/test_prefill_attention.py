@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import LAYER, Sequences
+from attention_cases import FORMS, LAYER, Sequences
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels import prefill_attention as module
@@ -22,15 +22,20 @@ Chunk = tuple[int, int, int, int, int]  # slot, first row of q, rows, position o
 
 WINDOWS = (0, 1, 63, 64, 65, 100)
 UNWRITTEN = 7.0
+SHAPES = [(2, 2, 128), (4, 2, 64), (4, 1, 128), (3, 1, 64)]  # heads, K/V heads, head_dim
+ALL_CASES = [(*shape, int8) for int8, shapes in ((False, SHAPES), (True, SHAPES[:2])) for shape in shapes]
 
 
 @pytest.fixture(params=["warps", "warpgroup"], autouse=True)
 def variant(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels on every machine that can run them."""
-    if request.param == "warps":
-        monkeypatch.setattr(module, "WIDE_ARCH", "none")
-    elif device.arch != module.WIDE_ARCH:
+    """Both kernels on every machine that can run them; int8 pages have one, which the wrapper finds by itself."""
+    int8 = request.node.callspec.params.get("int8", False)
+    if request.param == "warpgroup" and device.arch != module.WIDE_ARCH:
         pytest.skip("warpgroup products are sm_90's")
+    if request.param == "warps" and device.arch == module.WIDE_ARCH:
+        if int8:
+            pytest.skip("the same kernel either way")
+        monkeypatch.setattr(module, "WIDE_ARCH", "none")
 
 
 def tiles_of(chunks: Sequence[Chunk]) -> Array:
@@ -71,10 +76,10 @@ def check(sequences: Sequences, q: Array, a: Array, chunks: Sequence[Chunk]) -> 
             assert excess.max() <= 0, f"slot {slot} position {position + i}: {excess.max():.2e} more than rounding"
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 128), (4, 2, 64), (4, 1, 128), (3, 1, 64)])
-def test_against_float64(device: Device, heads: int, kv_heads: int, head_dim: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "int8"), ALL_CASES)
+def test_against_float64(device: Device, heads: int, kv_heads: int, head_dim: int, int8: bool) -> None:
     """A whole prompt, a suffix off a prefix, one token, and a row that belongs to nobody."""
-    sequences = Sequences([118, 83, 65], heads, kv_heads, head_dim, shared=1)
+    sequences = Sequences([118, 83, 65], heads, kv_heads, head_dim, shared=1, int8=int8)
     chunks = [(0, 0, 118, 0, 0), (1, 118, 19, 64, 0), (2, 138, 1, 64, 0)]
     q = sequences.queries(139)
     a = run(device, sequences, q, chunks)
@@ -82,16 +87,18 @@ def test_against_float64(device: Device, heads: int, kv_heads: int, head_dim: in
     assert np.all(a[137] == np.float16(UNWRITTEN))
 
 
+@FORMS
 @pytest.mark.parametrize("window", WINDOWS)
-def test_windows(device: Device, window: int) -> None:
-    sequences = Sequences([190], 1, 1, 64)
+def test_windows(device: Device, window: int, int8: bool) -> None:
+    sequences = Sequences([190], 2, 1, 64, int8=int8)
     q = sequences.queries(190)
     chunks = [(0, 0, 190, 0, window)]
     check(sequences, q, run(device, sequences, q, chunks), chunks)
 
 
-def test_against_the_reference(device: Device) -> None:
-    sequences = Sequences([150, 90], 4, 2, 64, shared=1)
+@FORMS
+def test_against_the_reference(device: Device, int8: bool) -> None:
+    sequences = Sequences([150, 90], 4, 2, 64, shared=1, int8=int8)
     chunks = [(0, 0, 150, 0, 70), (1, 150, 26, 64, 0)]
     q = sequences.queries(176)
     expected = np.zeros_like(q)
@@ -102,10 +109,11 @@ def test_against_the_reference(device: Device) -> None:
     np.testing.assert_allclose(a.astype(np.float32), expected.astype(np.float32), rtol=2**-10, atol=2**-10)
 
 
+@FORMS
 @pytest.mark.parametrize("window", WINDOWS)
-def test_how_a_prompt_is_cut_does_not_show(device: Device, window: int) -> None:
+def test_how_a_prompt_is_cut_does_not_show(device: Device, window: int, int8: bool) -> None:
     length = 150
-    sequences = Sequences([length], 2, 1, 64)
+    sequences = Sequences([length], 2, 1, 64, int8=int8)
     q = sequences.queries(length)
     whole = run(device, sequences, q, [(0, 0, length, 0, window)])
     for size in (1, 7, 64, 77):
@@ -113,8 +121,9 @@ def test_how_a_prompt_is_cut_does_not_show(device: Device, window: int) -> None:
         assert np.array_equal(run(device, sequences, q, cut), whole), f"chunks of {size} tokens give other bits"
 
 
-def test_where_a_tile_starts_does_not_show_at_head_dim_128(device: Device) -> None:
-    sequences = Sequences([140], 2, 2, 128)
+@FORMS
+def test_where_a_tile_starts_does_not_show_at_head_dim_128(device: Device, int8: bool) -> None:
+    sequences = Sequences([140], 2, 2, 128, int8=int8)
     q = sequences.queries(140)
     whole = run(device, sequences, q, [(0, 0, 140, 0, 0)])
     assert np.array_equal(run(device, sequences, q, [(0, 0, 39, 0, 0), (0, 39, 101, 39, 0)]), whole)
@@ -141,14 +150,16 @@ def test_an_empty_tile_is_no_work(device: Device) -> None:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (1, 1, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "int8"), [(4, 2, 64, False), (1, 1, 128, False), (1, 1, 128, True)]
+)
 def test_suffixes_off_one_prefix_in_one_tile(
-    device: Device, heads: int, kv_heads: int, head_dim: int, window: int
+    device: Device, heads: int, kv_heads: int, head_dim: int, window: int, int8: bool
 ) -> None:
     """Rows of one warp belong to several sequences, one sequence to several warps, and some go on to a second page."""
     counts = [10, 1, 29, 3, 20]
     sequences = Sequences(
-        [128 + 50 * (slot % 2) + n for slot, n in enumerate(counts)], heads, kv_heads, head_dim, shared=2
+        [128 + 50 * (slot % 2) + n for slot, n in enumerate(counts)], heads, kv_heads, head_dim, shared=2, int8=int8
     )
     starts = [length - n for length, n in zip(sequences.lengths, counts, strict=True)]
     q = sequences.queries(sum(counts))
@@ -173,8 +184,9 @@ def test_suffixes_off_one_prefix_in_one_tile(
     np.testing.assert_allclose(apart.astype(np.float32), expected.astype(np.float32), rtol=2**-10, atol=2**-10)
 
 
-def test_nothing_past_a_token_leaks(device: Device) -> None:
-    sequences = Sequences([75], 2, 2, 128)
+@FORMS
+def test_nothing_past_a_token_leaks(device: Device, int8: bool) -> None:
+    sequences = Sequences([75], 2, 2, 128, int8=int8)
     q = sequences.queries(75)
     before = run(device, sequences, q, [(0, 0, 75, 0, 0)])
     sequences.fill_unused(0)

@@ -14,6 +14,7 @@ import numpy as np
 
 from tinyloop_service.kernels.device import Argument, Array, Device, Kernel
 from tinyloop_service.kernels.match import match, require
+from tinyloop_service.kernels.page_layout import expected_pool, is_int8
 
 PAGE_TOKENS = 64
 MOST_ROWS = 64
@@ -50,6 +51,7 @@ def decode_attention(
 
     q, a        float16 [R, H·D]                     R ≤ 64
     pool        float16 [pages, 2·G·64·D]            G = num_kv_heads
+                int8 [pages, 64·G·(2·D + 4)]         likewise (page_layout.py)
     tables      int32 [slots, max_layers, max_blocks]
     items       int32 [max_items, 4]                 slot whose table names the page, block, first entry, 1..64 entries
     num_items   int32 [2]                        items, and those of more than one entry, which come first
@@ -70,7 +72,7 @@ def decode_attention(
         partial_o=(partial_o, "float32", "R, H, B, D"),
         partial_ml=(partial_ml, "float32", "R, H, B, 2"),
         q=(q, "float16", "R, H*D"),
-        pool=(pool, "float16", f"P, 2*G*{PAGE_TOKENS}*D"),
+        pool=expected_pool(pool),
         tables=(tables, "int32", "S, L, B"),
         items=(items, "int32", "I, 4"),
         num_items=(num_items, "int32", "2"),
@@ -83,7 +85,7 @@ def decode_attention(
     rows, heads, head_dim, blocks = (sizes[name] for name in "RHDB")
     check_heads("decode_attention", sizes, layer)
     require("decode_attention", rows <= MOST_ROWS, f"{rows} rows, at most {MOST_ROWS} are possible")
-    defines = {"TL_HEAD_DIM": head_dim, "TL_QUERIES_PER_KV": heads // num_kv_heads}
+    defines = attention_defines(pool, head_dim, heads // num_kv_heads)
     many = rows * heads > _TILE_QUERIES * num_kv_heads or bool(many)
     at_once = max(1, _BLOCKS_PER_SM * device.num_sms // num_kv_heads)
     # Few rows: room for one wave of shared pages, and a block for each row's own.  Many: what is left over goes to the
@@ -109,6 +111,12 @@ def _launch_merge(
     grid, threads = (rows, -(-heads // together), 1), 32 * head_dim // _MERGE_DIMS * together
     arguments = (row_items, partial_o, partial_ml, a, np.int32(heads), np.int32(blocks))
     device.launch(merge, grid, threads, arguments, dependent=dependent)
+
+
+def attention_defines(pool: Array, head_dim: int, queries_per_kv: int) -> dict[str, int]:
+    """What tells the kernels how pages store K and V, and how many heads share them."""
+    defines = {"TL_HEAD_DIM": head_dim, "TL_QUERIES_PER_KV": queries_per_kv}
+    return {**defines, "TL_INT8": 1} if is_int8(pool) else defines
 
 
 def softmax_scale(head_dim: int) -> np.float32:

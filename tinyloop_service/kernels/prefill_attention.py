@@ -1,5 +1,5 @@
 """Causal attention of prompt tokens against the pages of their sequences: launches kernels_cu/prefill_attention.cu, and
-on sm_90 prefill_attention_wide.cu.
+on sm_90 prefill_attention_wide.cu where pages are fp16.
 
 In: queries, pages, and tiles of queries as device arrays.  Out: `a` is written on the device's stream.  Refuses arrays
 of another shape or type.  Not checked, for that would be a read: that pages, rows and slots exist.
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinyloop_service.kernels.decode_attention import PAGE_TOKENS, check_heads, softmax_scale
+from tinyloop_service.kernels.decode_attention import PAGE_TOKENS, attention_defines, check_heads, softmax_scale
 from tinyloop_service.kernels.device import Argument, Array, Device
 from tinyloop_service.kernels.linear import WIDE_ARCH
 from tinyloop_service.kernels.match import match
+from tinyloop_service.kernels.page_layout import expected_pool, is_int8
 
 TILE_ROWS = 64  # most queries of a tile
 _THREADS = 128
@@ -38,6 +39,7 @@ def prefill_attention(
 
     q, a     float16 [T, H·D]                   H = num_heads
     pool     float16 [pages, 2·G·64·D]          G = num_kv_heads; the tokens' own K and V are in it already
+             int8 [pages, 64·G·(2·D + 4)]       likewise (page_layout.py)
     tables   int32 [slots, max_layers, max_blocks]
     tiles    int32 [tiles, 6]                   slot, first row of q, 0..64 rows, position of the first, window, shared
     token_slot, token_position   int32 [T]      of each row; for tiles with shared > 0
@@ -54,7 +56,7 @@ def prefill_attention(
         "prefill_attention",
         {"H": num_heads, "G": num_kv_heads, "D": head_dim},
         q=(q, "float16", "T, H*D"),
-        pool=(pool, "float16", f"P, 2*G*{PAGE_TOKENS}*D"),
+        pool=expected_pool(pool),
         tables=(tables, "int32", "S, L, B"),
         tiles=(tiles, "int32", "N, 6"),
         token_slot=(token_slot, "int32", "T"),
@@ -62,9 +64,9 @@ def prefill_attention(
         a=(a, "float16", "T, H*D"),
     )
     check_heads("prefill_attention", sizes, layer)
-    wide = device.arch == WIDE_ARCH
+    wide = device.arch == WIDE_ARCH and not is_int8(pool)
     stem = "prefill_attention_wide" if wide else "prefill_attention"
-    defines = {"TL_HEAD_DIM": head_dim, "TL_QUERIES_PER_KV": num_heads // num_kv_heads}
+    defines = attention_defines(pool, head_dim, num_heads // num_kv_heads)
     kernel = device.kernel(stem, "prefill_attention", **defines)
     blocks, num_tiles = sizes["B"], sizes["N"]
     arguments: tuple[Argument, ...] = (
@@ -77,12 +79,12 @@ def prefill_attention(
         (num_heads * num_tiles, 1, 1),
         _THREADS,
         arguments,
-        shared_bytes=_shared_bytes(head_dim, wide),
+        shared_bytes=_shared_bytes(pool, head_dim, wide),
         dependent=dependent,
     )
 
 
-def _shared_bytes(head_dim: int, wide: bool) -> int:
-    """K and V of a head in some pages, fp16, and the rows' slots and positions."""
-    page_bytes, row_bytes = 2 * PAGE_TOKENS * head_dim * 2, 2 * 4 * TILE_ROWS
-    return (_WIDE_STAGES if wide else _STAGES) * page_bytes + row_bytes
+def _shared_bytes(pool: Array, head_dim: int, wide: bool) -> int:
+    """K and V of a head in some pages as they are stored, and the rows' slots and positions."""
+    token_bytes, row_bytes = head_dim + 2 if is_int8(pool) else 2 * head_dim, 2 * 4 * TILE_ROWS
+    return (_WIDE_STAGES if wide else _STAGES) * 2 * PAGE_TOKENS * token_bytes + row_bytes

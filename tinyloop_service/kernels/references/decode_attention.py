@@ -6,10 +6,12 @@ Same names and order as kernels/decode_attention.py, without the device.  Beside
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tinyloop_service.kernels.references.int8_pages import int8_page
 
 Array = NDArray[Any]
 
@@ -37,15 +39,36 @@ def decode_attention(
     heads, head_dim = partial_o.shape[1], partial_o.shape[3]
     queries = q.reshape(len(q), num_kv_heads, heads // num_kv_heads, head_dim).astype(np.float32)
     for slot, block, first, count in items[: int(num_items[0])].tolist():
-        keys, values = page_views(pool[tables[slot, layer, block]], num_kv_heads)
+        page = read_page(pool[tables[slot, layer, block]], num_kv_heads)
         for row, ordinal in entries[first : first + count].tolist():
             at = np.arange(block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS)
             hidden = (at > position[row]) | ((at <= position[row] - window[row]) & (window[row] > 0))
-            o, m, total = attend_page(queries[row], keys, values, hidden)
+            o, m, total = attend_page(queries[row], page, hidden)
             partial_o[row, :, ordinal] = o.reshape(heads, head_dim)
             partial_ml[row, :, ordinal, 0], partial_ml[row, :, ordinal, 1] = m.ravel(), total.ravel()
     for row in np.flatnonzero(row_items):
         a[row] = merge(partial_o[row, :, : row_items[row]], partial_ml[row, :, : row_items[row]]).ravel()
+
+
+class Page(NamedTuple):
+    """What is multiplied of a page, float32: K [G, 64, D] and transposed V [G, D, 64], halves or levels; the scales of
+    both [G, 1, 64], 1 for halves; the largest power of 2 of a weight."""
+
+    keys: Array
+    values: Array
+    key_scales: Array
+    value_scales: Array
+    weight_bits: int
+
+
+def read_page(page: Array, num_kv_heads: int) -> Page:
+    """Of a page of a float16 or int8 pool."""
+    if page.dtype == np.int8:
+        keys, values, *scales = (view.astype(np.float32) for view in int8_page(page, num_kv_heads))
+        return Page(keys, values, scales[0][:, None], scales[1][:, None], 6)
+    keys, values = (view.astype(np.float32) for view in page_views(page, num_kv_heads))
+    ones = np.ones((num_kv_heads, 1, PAGE_TOKENS), np.float32)
+    return Page(keys, values, ones, ones, 0)
 
 
 def page_views(page: Array, num_kv_heads: int) -> tuple[Array, Array]:
@@ -54,14 +77,14 @@ def page_views(page: Array, num_kv_heads: int) -> tuple[Array, Array]:
     return keys.reshape(num_kv_heads, PAGE_TOKENS, -1), values.reshape(num_kv_heads, -1, PAGE_TOKENS)
 
 
-def attend_page(q: Array, keys: Array, values: Array, hidden: Array) -> tuple[Array, Array, Array]:
+def attend_page(q: Array, page: Page, hidden: Array) -> tuple[Array, Array, Array]:
     """q [G, H/G, D] against a page: o [G, H/G, D], m and l [G, H/G]."""
     scale = np.float32(math.log2(math.e) / math.sqrt(q.shape[-1]))
-    scores = q @ keys.astype(np.float32).transpose(0, 2, 1)  # (G, H/G, 64)
+    scores = q @ page.keys.transpose(0, 2, 1) * page.key_scales  # (G, H/G, 64)
     scores[..., hidden] = -np.inf
-    m = scores.max(axis=-1) * scale
+    m = scores.max(axis=-1) * scale - np.float32(page.weight_bits)
     weights = np.exp2(scores * scale - _base(m)[..., None])
-    o = weights.astype(np.float16).astype(np.float32) @ values.astype(np.float32).transpose(0, 2, 1)
+    o = (weights * page.value_scales).astype(np.float16).astype(np.float32) @ page.values.transpose(0, 2, 1)
     return o, m, weights.sum(axis=-1)
 
 

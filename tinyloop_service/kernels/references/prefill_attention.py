@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.kernels.references.decode_attention import PAGE_TOKENS, page_views
+from tinyloop_service.kernels.references.decode_attention import PAGE_TOKENS, Page, read_page
 
 Array = NDArray[Any]
 
@@ -46,10 +46,12 @@ def _attend(queries: Array, positions: Array, window: int, pool: Array, pages: A
     state, repeat = _State(queries), len(queries) // num_kv_heads
     first_block = max(int(positions.min()) - window + 1, 0) // PAGE_TOKENS if window else 0
     for block in range(first_block, int(positions.max()) // PAGE_TOKENS + 1):
-        keys, values = page_views(pool[pages[block]], num_kv_heads)
+        page = read_page(pool[pages[block]], num_kv_heads)
         distance = positions[:, None] - np.arange(block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS)
         seen = (distance >= 0) & ((distance < window) if window else True)
-        state.add(np.repeat(keys, repeat, axis=0), np.repeat(values, repeat, axis=0), seen)
+        arrays = (page.keys, page.values, page.key_scales, page.value_scales)
+        keys, values, key_scales, value_scales = (np.repeat(array, repeat, axis=0) for array in arrays)
+        state.add(Page(keys, values, key_scales, value_scales, page.weight_bits), seen)
     return state
 
 
@@ -63,13 +65,13 @@ class _State:
         self.sum = np.zeros((*queries.shape[:2], 1), np.float32)
         self.top = np.full_like(self.sum, -np.inf)
 
-    def add(self, keys: Array, values: Array, seen: Array) -> None:
-        """keys [H, 64, D], values [H, D, 64], seen [n, 64]."""
-        scores = np.where(seen, self.queries @ keys.astype(np.float32).transpose(0, 2, 1), -np.inf)
-        top = np.maximum(self.top, scores.max(axis=-1, keepdims=True) * self.scale)
+    def add(self, page: Page, seen: Array) -> None:
+        """page: of H heads; seen [n, 64]."""
+        scores = np.where(seen, self.queries @ page.keys.transpose(0, 2, 1) * page.key_scales, -np.inf)
+        top = np.maximum(self.top, scores.max(axis=-1, keepdims=True) * self.scale - np.float32(page.weight_bits))
         base = np.where(np.isneginf(top), np.float32(0), top)
         weights, factor = np.exp2(scores * self.scale - base), np.exp2(self.top - base)
-        rounded = weights.astype(np.float16).astype(np.float32)
-        self.o = self.o * factor + rounded @ values.astype(np.float32).transpose(0, 2, 1)
+        rounded = (weights * page.value_scales).astype(np.float16).astype(np.float32)
+        self.o = self.o * factor + rounded @ page.values.transpose(0, 2, 1)
         self.sum = self.sum * factor + weights.sum(axis=-1, keepdims=True)
         self.top = top
