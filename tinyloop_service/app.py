@@ -37,6 +37,7 @@ from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.hub import Observation
 from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.server import Health, listen, make_server
+from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import EngineKind, EngineSettings, Settings
 from tinyloop_service.text import Tokenizer
@@ -158,6 +159,8 @@ class App:
         self._backend = Backend(settings.server.replica or socket.gethostname(), self._observation)
         self._scheduler: Scheduler | None = None
         self._health = Health()
+        self._tokens: TokensFile | None = None
+        self._following: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
         self._loader: threading.Thread | None = None
         self._hurry = asyncio.Event()
@@ -165,9 +168,11 @@ class App:
         self.health_address = ""
 
     async def start(self) -> None:
-        """Listen.  Raises InvalidArgument when an address cannot be had."""
+        """Listen.  Raises InvalidArgument when an address cannot be had, or a file not be understood."""
         server = self._settings.server
-        self._server = make_server(server, self._backend)
+        if server.tokens_file:
+            self._tokens = TokensFile(server.tokens_file)
+        self._server = make_server(server, self._backend, self._tokens)
         self.address = listen(self._server, server.listen, "listen")
         if server.health_listen:
             self.health_address = await self._health.start(server.health_listen)
@@ -180,6 +185,8 @@ class App:
             metrics=self.metrics_address or None,
         )
         self._warming = asyncio.create_task(self._warm_up(), name="tinyloop-warm-up")
+        if self._tokens is not None:
+            self._following = asyncio.create_task(self._follow(self._tokens), name="tinyloop-tokens")
 
     @property
     def metrics_address(self) -> str:
@@ -206,6 +213,8 @@ class App:
             await self._unless_hurried(_close(self._scheduler))
         await self._server.stop(None if self._hurry.is_set() else _FLUSH_S)
         await self._health.stop()
+        if self._following is not None:
+            self._following.cancel()
         await self._observation.stop()
         _log.info("stopped")
 
@@ -254,6 +263,8 @@ class App:
         await scheduler.start()
         limits = scheduler.limits
         self._scheduler = scheduler
+        if self._tokens is not None:
+            scheduler.set_quotas(self._tokens.tokens.quotas)
         self._backend.open(scheduler, loaded.config)
         self._observation.open(
             scheduler.load,
@@ -264,6 +275,12 @@ class App:
         )
         await self._health.set_ready(True)
         _log.info("ready", engine=scheduler.engine_name, model_id=limits.model_id)
+
+    async def _follow(self, file: TokensFile) -> None:
+        """Quotas are the scheduler's to keep; who calls is looked up in the file's tokens anyway."""
+        async for tokens in file.changes():
+            if self._scheduler is not None:
+                self._scheduler.set_quotas(tokens.quotas)
 
     def _catch_signals(self, stopping: asyncio.Event) -> None:
         def caught(number: signal.Signals) -> None:

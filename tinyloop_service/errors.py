@@ -20,6 +20,8 @@
     │   ├── Draining
     │   ├── RegistryUnavailable       names cannot be looked up or changed just now
     │   └── ModelClosed                   final: construct a new Model
+    ├── Unauthenticated (PermissionError) no token, or none that the server knows
+    ├── PermissionDenied (PermissionError) the token lacks a right
     ├── DeadlineExceeded (TimeoutError)   the caller's own time limit ran out
     └── EngineFault (RuntimeError)        the step failed; its requests fail, others live
         └── DeviceLost                    the device is gone; the process drains
@@ -147,6 +149,18 @@ class ModelClosed(Unavailable):
 
     def __init__(self, message: str = "model was closed; construct a new Model") -> None:
         super().__init__(message)
+
+
+class Unauthenticated(TinyLoopError, PermissionError):
+    """Nobody knows who calls."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(TinyLoopError, PermissionError):
+    """It is known who calls, and that he may not."""
+
+    reason = "PERMISSION_DENIED"
 
 
 class DeadlineExceeded(TinyLoopError, TimeoutError):

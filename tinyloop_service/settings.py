@@ -110,6 +110,7 @@ class ServerSettings:
     model: str | None = None  # path of the .tinyloop file; None: the demo model
     listen: str = "127.0.0.1:50051"
     health_listen: str | None = "127.0.0.1:50052"  # None: no health port
+    tokens_file: str | None = None  # who may call (rpc/tokens.py), read again when it changes; None: everybody
     insecure_any_address: bool = False  # allow addresses beyond loopback although nobody is authenticated
     reflection: bool = False  # let clients list the methods
     replica: str | None = None  # name of this server in responses; None: the host's
@@ -143,10 +144,10 @@ class ServerSettings:
         well_formed = bool(host and colon and port.isdigit() and int(port) < 2**16)
         _require(well_formed, name, f"{address!r} given, HOST:PORT expected, for example 127.0.0.1:50051")
         _require(
-            self.insecure_any_address or _is_loopback(host),
+            self.insecure_any_address or self.tokens_file is not None or _is_loopback(host),
             name,
-            f"{address!r} can be reached from other machines and nobody is authenticated; "
-            "use 127.0.0.1, or set insecure_any_address if the network keeps strangers out",
+            f"{address!r} can be reached from other machines and nobody is authenticated; use 127.0.0.1, "
+            "or give a tokens_file, or set insecure_any_address if the network keeps strangers out",
         )
 
 
@@ -210,13 +211,13 @@ def _parse(raw: str, kind: Any, variable: str) -> object:
     try:
         if kind is bool:
             return _TRUTH[raw.lower()]
-        return _parse_integer(raw) if kind is int else kind(raw)
+        return parse_integer(raw) if kind is int else kind(raw)
     except (KeyError, ValueError):
         expected = ", ".join(kind) if issubclass(kind, StrEnum) else {bool: "true or false"}.get(kind, kind.__name__)
         raise InvalidArgument(variable, f"{raw!r} given, {expected} expected") from None
 
 
-def _parse_integer(raw: str) -> int:
+def parse_integer(raw: str) -> int:
     """An integer, or a number of bytes with a unit: 2GiB, 512 MB."""
     digits = raw.rstrip("KMGTIBkmgtib ")
     return round(float(digits) * _UNITS[raw[len(digits) :].strip().upper()]) if digits != raw else int(raw)

@@ -73,6 +73,7 @@ def test_other_addresses_need_the_flag(address: str, field: str) -> None:
         ServerSettings(**{field: address})
     assert caught.value.field == field
     ServerSettings(**{field: address}, insecure_any_address=True)
+    ServerSettings(**{field: address}, tokens_file="tokens.toml")
 
 
 @pytest.mark.parametrize("address", ["", "50051", ":50051", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536"])

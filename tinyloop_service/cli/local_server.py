@@ -18,6 +18,7 @@ from tinyloop_service.rpc.server import READY_SERVICE
 
 START_S = 120.0
 STOP_S = 20.0
+_NOT_INHERITED = ("TINYLOOP_TOKENS_FILE",)
 _ADDRESSES = ("--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0", "--log-level", "warning")
 
 
@@ -25,10 +26,11 @@ _ADDRESSES = ("--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0", "--lo
 async def local_server(model: Path, variables: Mapping[str, str] | None = None) -> AsyncIterator[str]:
     """Serve `model` on a free port; yields the address.  TinyLoopError if it does not come up.
 
-    variables: TINYLOOP_ settings, beside those of this process.
+    variables: TINYLOOP_ settings, beside those of this process but for who may call: it is for us alone.
     """
+    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     command = (sys.executable, "-m", "tinyloop_service.cli", "serve", "--model", str(model), *_ADDRESSES)
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, env={**os.environ, **(variables or {})})
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, env={**inherited, **(variables or {})})
     try:
         address, health = await _addresses(process)
         await _check_health(health)

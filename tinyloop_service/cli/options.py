@@ -53,6 +53,7 @@ SETTING_FLAGS = {
     "accuracy_level": "Of INT4 products on the CPU: 4 int8 activations, 0 float32.  [default: 4]",
     "listen": "Where to serve; port 0 takes a free one.  [default: 127.0.0.1:50051]",
     "health_listen": "Where to answer health checks; none for nowhere.  [default: 127.0.0.1:50052]",
+    "tokens_file": "Who may call: bearer tokens, tenants, quotas; `tinyloop token` makes it.  [default: everybody may]",
     "max_queue": "Requests that may wait; beyond it they are refused.  [default: 1024]",
     "max_prefixes": "Prefixes kept in memory; beyond it the least recently used are evicted.  [default: 2048]",
     "drain_grace_s": "Seconds that running requests get to finish after SIGTERM.  [default: 30]",

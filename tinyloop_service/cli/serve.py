@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     "max_prefixes",
     "max_queue",
     "drain_grace_s",
+    "tokens_file",
     "reflection",
     "insecure_any_address",
     "slow_request_s",

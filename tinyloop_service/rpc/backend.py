@@ -14,7 +14,6 @@ from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.text import Tokenizer
 from tinyloop_service.types import TokenIds
 
-TENANT = ""  # nobody is authenticated yet, so all callers are one tenant
 _SHORT_TEXT = 2000  # characters that are tokenised at once, in well under a millisecond
 
 

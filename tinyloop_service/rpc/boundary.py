@@ -25,6 +25,7 @@ import structlog
 
 from tinyloop_service.errors import InvalidArgument, TinyLoopError
 from tinyloop_service.observer import CallRecord, Observer, now_ns
+from tinyloop_service.rpc.caller import caller
 from tinyloop_service.rpc.status import to_status
 
 REQUEST_ID_KEY = "x-request-id"
@@ -48,7 +49,9 @@ class answering:
         given = _metadata(context, (REQUEST_ID_KEY, *TRACE_KEYS))
         wanted = given.pop(REQUEST_ID_KEY, "")
         request_id = wanted if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
-        self._call = CallRecord(f"{PACKAGE}.{service}", name, request_id, now_ns(), tuple(given.items()))
+        self._call = CallRecord(
+            f"{PACKAGE}.{service}", name, request_id, now_ns(), tuple(given.items()), tenant=caller().tenant
+        )
 
     async def __aenter__(self) -> CallRecord:
         call = self._call

@@ -2,7 +2,7 @@
 
 Idempotency keys: a key stands for the prefix id of its first request, and once that was answered for the prefix itself.
 A repeated request joins the build, or gets the prefix as it is now: later changes stay, and what was deleted stays
-deleted.  The last `MAX_KEYS` keys are remembered, by this process.
+deleted.  The last `MAX_KEYS` keys of each tenant are remembered, by this process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from tinyloop_service.errors import InvalidArgument, PrefixNotFound
 from tinyloop_service.pb import prefix_pb2
-from tinyloop_service.rpc.backend import TENANT, Backend
+from tinyloop_service.rpc.backend import Backend
+from tinyloop_service.rpc.caller import caller
 from tinyloop_service.rpc.convert_prefix import Creation, new_prefix_id, read_creation
 from tinyloop_service.types import PrefixDefinition, PrefixInfo, PrefixState
 
@@ -43,7 +44,7 @@ class PrefixCreator:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._keys: OrderedDict[str, _First] = OrderedDict()  # by request_id
+        self._keys: dict[str, OrderedDict[str, _First]] = {}  # by tenant, then request_id
 
     async def read(self, message: prefix_pb2.CreatePrefixRequest) -> Order:
         """Check and tokenise; no work is done yet."""
@@ -60,7 +61,7 @@ class PrefixCreator:
         creation, scheduler = order.creation, self._backend.scheduler
         return scheduler.validate_prefix(
             order.definition,
-            tenant=TENANT,
+            tenant=caller().tenant,
             name=order.name,
             expire_time_ns=creation.expiration.at(scheduler.now_ns()),
             pinned=creation.pinned,
@@ -74,23 +75,27 @@ class PrefixCreator:
             return made
         info = await scheduler.create_prefix(
             order.definition,
-            tenant=TENANT,
+            tenant=caller().tenant,
             name=order.name,
             expire_time_ns=made.expire_time_ns if made else creation.expiration.at(scheduler.now_ns()),
             pinned=made.pinned if made else creation.pinned,
             wait=not creation.build_async,
             detached=creation.build_async,
         )
-        if (first := self._keys.get(creation.request_id)) is not None:
-            self._keys[creation.request_id] = replace(first, uid=info.uid)
+        if (first := self._known().get(creation.request_id)) is not None:
+            self._known()[creation.request_id] = replace(first, uid=info.uid)
         return info
+
+    def _known(self) -> OrderedDict[str, _First]:
+        """The caller's keys."""
+        return self._keys.setdefault(caller().tenant, OrderedDict())
 
     def _made_before(self, order: Order) -> PrefixInfo | None:
         """The prefix that the first request with the same key was answered with.  PrefixNotFound if it is gone."""
-        first = self._keys.get(order.creation.request_id)
+        first = self._known().get(order.creation.request_id)
         if first is None or first.uid is None:
             return None
-        info = self._backend.scheduler.get_prefix(order.name, tenant=TENANT)
+        info = self._backend.scheduler.get_prefix(order.name, tenant=caller().tenant)
         if info.uid != first.uid:
             raise PrefixNotFound(
                 f"the prefix {order.name!r} of this request_id is gone; to make one, use a new request_id"
@@ -103,9 +108,10 @@ class PrefixCreator:
         if not creation.request_id or creation.validate_only:
             return name
         digest = hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
-        first = self._keys.setdefault(creation.request_id, _First(digest, name, None))
+        known = self._known()
+        first = known.setdefault(creation.request_id, _First(digest, name, None))
         if first.digest != digest:
             raise InvalidArgument("request_id", "was used for another request; make a new one for each request")
-        if len(self._keys) > MAX_KEYS:
-            self._keys.popitem(last=False)
+        if len(known) > MAX_KEYS:
+            known.popitem(last=False)
         return first.name

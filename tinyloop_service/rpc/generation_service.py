@@ -8,8 +8,9 @@ from tinyloop_service.completion import CompletionBuilder
 from tinyloop_service.errors import InvalidArgument, PrefixNotFound
 from tinyloop_service.observer import CallRecord
 from tinyloop_service.pb import generation_pb2, generation_pb2_grpc, prefix_pb2
-from tinyloop_service.rpc.backend import TENANT, Backend
+from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.boundary import Context
+from tinyloop_service.rpc.caller import Right, caller
 from tinyloop_service.rpc.convert import inside, read_generation, read_input, write_completion, write_outputs
 from tinyloop_service.rpc.creation import PrefixCreator
 from tinyloop_service.scheduler.stream import Stream
@@ -61,14 +62,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type:
         tokens = await self._backend.encode(content, "input.text", bos=whole)
         if whole and not tokens:
             raise InvalidArgument("input", "is empty, expected at least one token")
-        return replace(
-            request, tenant=TENANT, tokens=tokens, want_text=request.want_text and scheduler.tokenizer is not None
-        )
+        want_text = request.want_text and scheduler.tokenizer is not None
+        return replace(request, tenant=caller().tenant, tokens=tokens, want_text=want_text)
 
     async def _open_creating(
         self, request: GenerationRequest, missing: prefix_pb2.CreatePrefixRequest, call: CallRecord
     ) -> Stream:
         """As `_open`, after the prefix is built if its name is unknown."""
+        caller().require(Right.BUILD)
         with inside("create_if_missing"):
             order = await self._creator.read(_named(missing, request.prefix))
         for _ in range(_CREATE_ATTEMPTS):

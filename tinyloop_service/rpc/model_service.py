@@ -6,6 +6,7 @@ from tinyloop_service.arguments import text as check_text
 from tinyloop_service.pb import model_pb2, model_pb2_grpc
 from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.boundary import Context
+from tinyloop_service.rpc.caller import Right, caller
 from tinyloop_service.rpc.convert import read_ids, write_tokens
 from tinyloop_service.rpc.convert_model import write_load, write_model
 
@@ -27,7 +28,8 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):  # type: ignore[misc]  
 
     async def GetLoad(self, request: model_pb2.GetLoadRequest, context: Context) -> model_pb2.Load:
         async with self._backend.answering(context, "ModelService/GetLoad"):
-            return write_load(self._backend.scheduler.load())
+            everything = Right.ADMIN in caller().rights
+            return write_load(self._backend.scheduler.load(None if everything else caller().tenant))
 
     async def Tokenize(self, request: model_pb2.TokenizeRequest, context: Context) -> model_pb2.TokenizeResponse:
         async with self._backend.answering(context, "ModelService/Tokenize"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from google.protobuf.empty_pb2 import Empty
 
 from tinyloop_service.pb import prefix_pb2, prefix_pb2_grpc
-from tinyloop_service.rpc.backend import TENANT, Backend
+from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.boundary import Context
+from tinyloop_service.rpc.caller import caller
 from tinyloop_service.rpc.convert import read_name
 from tinyloop_service.rpc.convert_prefix import (
     read_change,
@@ -39,7 +40,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
         async with self._backend.answering(context, "PrefixService/GetPrefix") as call:
             call.prefix = name = read_name(request.name)
             full = read_view(request.view)
-            return write_prefix(self._backend.scheduler.get_prefix(name, tenant=TENANT), full=full)
+            return write_prefix(self._backend.scheduler.get_prefix(name, tenant=caller().tenant), full=full)
 
     async def ListPrefixes(
         self, request: prefix_pb2.ListPrefixesRequest, context: Context
@@ -50,7 +51,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
                 read_page_size(request.page_size),
                 read_page_token(request.page_token),
             )
-            rest = self._backend.scheduler.list_prefixes(tenant=TENANT, after=after, limit=size + 1)
+            rest = self._backend.scheduler.list_prefixes(tenant=caller().tenant, after=after, limit=size + 1)
             page = rest[:size]
             more = write_page_token(page[-1].name or "") if len(rest) > size else ""
             prefixes = [write_prefix(info, full=full) for info in page]
@@ -64,7 +65,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
             call.prefix = change.name
             info = scheduler.update_prefix(
                 change.name,
-                tenant=TENANT,
+                tenant=caller().tenant,
                 expire_time_ns=UNCHANGED if change.expiration is None else change.expiration.at(now_ns),
                 pinned=UNCHANGED if change.pinned is None else change.pinned,
                 etag=change.etag,
@@ -74,11 +75,11 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
     async def DeletePrefix(self, request: prefix_pb2.DeletePrefixRequest, context: Context) -> Empty:
         async with self._backend.answering(context, "PrefixService/DeletePrefix") as call:
             call.prefix = name = read_name(request.name)
-            self._backend.scheduler.delete_prefix(name, tenant=TENANT, etag=request.etag or None)
+            self._backend.scheduler.delete_prefix(name, tenant=caller().tenant, etag=request.etag or None)
             return Empty()
 
     async def WatchPrefix(self, request: prefix_pb2.WatchPrefixRequest, context: Context) -> None:
         async with self._backend.answering(context, "PrefixService/WatchPrefix") as call:
             call.prefix = name = read_name(request.name)
-            async for info in self._backend.scheduler.watch_prefix(name, tenant=TENANT):
+            async for info in self._backend.scheduler.watch_prefix(name, tenant=caller().tenant):
                 await context.write(write_prefix(info))

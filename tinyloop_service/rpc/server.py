@@ -20,12 +20,14 @@ from tinyloop_service.pb import (
     prefix_pb2,
     prefix_pb2_grpc,
 )
+from tinyloop_service.rpc.auth import Authenticate
 from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.boundary import RefuseMalformed
 from tinyloop_service.rpc.creation import PrefixCreator
 from tinyloop_service.rpc.generation_service import GenerationService
 from tinyloop_service.rpc.model_service import ModelService
 from tinyloop_service.rpc.prefix_service import PrefixService
+from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.settings import ServerSettings
 
 READY_SERVICE = "tinyloop.v1.GenerationService"
@@ -44,12 +46,15 @@ _OPTIONS = (
 )
 
 
-def make_server(settings: ServerSettings, backend: Backend) -> grpc.aio.Server:
-    """The serving server with every service, not yet listening."""
+def make_server(settings: ServerSettings, backend: Backend, tokens: TokensFile | None) -> grpc.aio.Server:
+    """The serving server with every service, not yet listening.  `tokens`: who may call; None: everybody."""
     options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.max_request_bytes)]
     if settings.max_connection_age_s is not None:  # with no grace: streams live on, new calls find new replicas
         options.append(("grpc.max_connection_age_ms", round(settings.max_connection_age_s * 1000)))
-    server = grpc.aio.server(interceptors=[RefuseMalformed(backend.observer)], options=options)
+    interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed(backend.observer)]
+    if tokens is not None:
+        interceptors.insert(0, Authenticate(tokens, backend.observer))
+    server = grpc.aio.server(interceptors=interceptors, options=options)
     creator = PrefixCreator(backend)
     prefix_pb2_grpc.add_PrefixServiceServicer_to_server(PrefixService(backend, creator), server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(backend, creator), server)

@@ -50,6 +50,8 @@ TABLE: dict[type[TinyLoopError], grpc.StatusCode] = {
     errors.Draining: Code.UNAVAILABLE,
     errors.RegistryUnavailable: Code.UNAVAILABLE,
     errors.ModelClosed: Code.UNAVAILABLE,
+    errors.Unauthenticated: Code.UNAUTHENTICATED,
+    errors.PermissionDenied: Code.PERMISSION_DENIED,
     errors.DeadlineExceeded: Code.DEADLINE_EXCEEDED,
     errors.EngineFault: Code.INTERNAL,
     errors.DeviceLost: Code.INTERNAL,
@@ -171,6 +173,10 @@ def _foreign(code: grpc.StatusCode, message: str) -> TinyLoopError:
             return errors.DeadlineExceeded("the time limit ran out before the server answered")
         case Code.UNAVAILABLE:
             return errors.Unavailable(f"the server cannot be reached: {message}")
+        case Code.UNAUTHENTICATED:
+            return errors.Unauthenticated(message)
+        case Code.PERMISSION_DENIED:
+            return errors.PermissionDenied(message)
         case Code.RESOURCE_EXHAUSTED:
             return errors.InvalidArgument("request", f"is refused as too large: {message}")
         case _:
