@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_harness import TIMEOUT_S, Server, start, tinyloop
+from command_harness import TIMEOUT_S, Server, start
 
 MARKER = "xyzzy"  # in everything that a caller writes, but for names
 IDS = "101,102,103,104,105,106"
@@ -88,10 +88,6 @@ def test_top_shows_a_frame_as_text(watched: Watched) -> None:
 
 def test_top_needs_a_terminal_or_once(watched: Watched) -> None:
     assert "--once" in watched.run("top", status=2).err
-
-
-def test_top_without_a_server_ends_with_one_line(tiny: Path) -> None:
-    assert "tinyloop serve" in tinyloop("top", "--once", "--target", "127.0.0.1:9", "--timeout", "1", status=1).err
 
 
 def test_top_is_live_until_q(watched: Watched) -> None:

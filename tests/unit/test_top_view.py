@@ -104,26 +104,10 @@ def test_prefixes_are_ordered_as_asked(order: str, names: list[str]) -> None:
 def test_a_prefix_s_row() -> None:
     made = prefix("rag", 80 * 2**20, pinned=True, use_count=5, expire_time=NOW + timedelta(minutes=31))
     shown = line(text(frame(BUSY, BUSY, made)), "rag")
-    assert shown.split() == [
-        "rag",
-        "pinned",
-        "ready",
-        "1,234",
-        "8",
-        "80.0",
-        "MiB",
-        "5",
-        "2.5",
-        "2",
-        "min",
-        "ago",
-        "in",
-        "31",
-        "min",
-    ]
+    assert " ".join(shown.split()) == "rag pinned ready 1,234 8 80.0 MiB 5 2.5 2 min ago in 31 min"
     half = prefix("new", 0, state=PrefixState.BUILDING, tokens_built=617)
     shown = line(text(frame(BUSY, BUSY, half)), "new")
-    assert shown.split() == ["new", "building", "50%", "1,234", "8", "–", "0", "–", "–", "never"]
+    assert " ".join(shown.split()) == "new building 50% 1,234 8 – 0 – – never"
 
 
 @pytest.mark.parametrize("width", [80, 110, 200])
