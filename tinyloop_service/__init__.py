@@ -4,9 +4,10 @@ Model                     in this process            Client, AsyncClient    a se
 PrefixCache               a prefix held by a handle  Prefix                 a named prefix of a server
 Completion, Choice,       what generation returns    the errors             every one is a TinyLoopError and
 Delta                                                                       the built-in a caller would catch
+Tls                       a client's certificates
 """
 
-from tinyloop_service.client import AsyncClient, Client, Prefix
+from tinyloop_service.client import AsyncClient, Client, Prefix, Tls
 from tinyloop_service.completion import Choice, Completion, Delta
 from tinyloop_service.errors import (
     BudgetExceeded,
@@ -72,6 +73,7 @@ __all__ = [
     "SequenceTooLong",
     "TenantQuotaExceeded",
     "TinyLoopError",
+    "Tls",
     "TokenLogprob",
     "Unauthenticated",
     "Unavailable",

@@ -37,6 +37,7 @@ from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.hub import Observation
 from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.server import Health, listen, make_server
+from tinyloop_service.rpc.tls import server_credentials
 from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import EngineKind, EngineSettings, Settings
@@ -173,7 +174,7 @@ class App:
         if server.tokens_file:
             self._tokens = TokensFile(server.tokens_file)
         self._server = make_server(server, self._backend, self._tokens)
-        self.address = listen(self._server, server.listen, "listen")
+        self.address = listen(self._server, server.listen, "listen", server_credentials(server))
         if server.health_listen:
             self.health_address = await self._health.start(server.health_listen)
         self._observation.start()

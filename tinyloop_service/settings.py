@@ -111,6 +111,11 @@ class ServerSettings:
     listen: str = "127.0.0.1:50051"
     health_listen: str | None = "127.0.0.1:50052"  # None: no health port
     tokens_file: str | None = None  # who may call (rpc/tokens.py), read again when it changes; None: everybody
+    tls_cert: str | None = (
+        None  # PEM file of the server's certificate and chain, read again when it changes; None: plaintext
+    )
+    tls_key: str | None = None  # PEM file of its key
+    tls_client_ca: str | None = None  # PEM file of who signs clients' certificates; None: clients need none
     insecure_any_address: bool = False  # allow addresses beyond loopback although nobody is authenticated
     reflection: bool = False  # let clients list the methods
     replica: str | None = None  # name of this server in responses; None: the host's
@@ -128,6 +133,9 @@ class ServerSettings:
             address = getattr(self, name)
             if address is not None:
                 self._check_address(name, address)
+        for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
+            is_whole = getattr(self, name) is None or getattr(self, other) is not None
+            _require(is_whole, name, f"given without {other}; give both, or neither")
         for name in ("drain_pause_s", "drain_grace_s"):
             _require(getattr(self, name) >= 0, name, f"{getattr(self, name)} given, at least 0 expected")
         slow_s, metrics = self.slow_request_s, self.metrics_listen or ""
@@ -144,11 +152,16 @@ class ServerSettings:
         well_formed = bool(host and colon and port.isdigit() and int(port) < 2**16)
         _require(well_formed, name, f"{address!r} given, HOST:PORT expected, for example 127.0.0.1:50051")
         _require(
-            self.insecure_any_address or self.tokens_file is not None or _is_loopback(host),
+            self.insecure_any_address or self.knows_callers or _is_loopback(host),
             name,
             f"{address!r} can be reached from other machines and nobody is authenticated; use 127.0.0.1, "
-            "or give a tokens_file, or set insecure_any_address if the network keeps strangers out",
+            "or give a tokens_file or a tls_client_ca, or set insecure_any_address if the network keeps strangers out",
         )
+
+    @property
+    def knows_callers(self) -> bool:
+        """Callers have to show a token, or a certificate."""
+        return self.tokens_file is not None or self.tls_client_ca is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,9 @@ def test_other_addresses_need_the_flag(address: str, field: str) -> None:
     assert caught.value.field == field
     ServerSettings(**{field: address}, insecure_any_address=True)
     ServerSettings(**{field: address}, tokens_file="tokens.toml")
+    ServerSettings(**{field: address}, tls_cert="c", tls_key="k", tls_client_ca="a")
+    with pytest.raises(InvalidArgument, match="tokens_file"):  # encrypted, and yet everybody may call
+        ServerSettings(**{field: address}, tls_cert="c", tls_key="k")
 
 
 @pytest.mark.parametrize("address", ["", "50051", ":50051", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536"])
@@ -92,6 +95,9 @@ def test_a_malformed_address_is_refused_even_with_the_flag(address: str) -> None
         lambda: EngineSettings(threads=0),
         lambda: EngineSettings(accuracy_level=2),
         lambda: ServerSettings(drain_grace_s=-1),
+        lambda: ServerSettings(tls_cert="c"),
+        lambda: ServerSettings(tls_key="k"),
+        lambda: ServerSettings(tls_client_ca="a"),
         lambda: ServerSettings(max_connection_age_s=0),
         lambda: ServerSettings(max_request_bytes=10),
     ],

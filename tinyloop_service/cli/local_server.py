@@ -18,7 +18,7 @@ from tinyloop_service.rpc.server import READY_SERVICE
 
 START_S = 120.0
 STOP_S = 20.0
-_NOT_INHERITED = ("TINYLOOP_TOKENS_FILE",)
+_NOT_INHERITED = ("TINYLOOP_TOKENS_FILE", "TINYLOOP_TLS_CERT", "TINYLOOP_TLS_KEY", "TINYLOOP_TLS_CLIENT_CA")
 _ADDRESSES = ("--listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0", "--log-level", "warning")
 
 

@@ -24,7 +24,7 @@ class AsyncClient:
         target: str,
         *,
         token: str | None = None,
-        tls: channel.Tls = None,
+        tls: channel.TlsChoice = None,
         affinity: bool = False,
         timeout: float | None = None,
     ) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,29 @@ from tinyloop_service.errors import InvalidArgument, TinyLoopError
 from tinyloop_service.rpc.status import to_exception
 
 PREFIX_KEY = "x-tinyloop-prefix"
-Tls = bool | str | Path | grpc.ChannelCredentials | None
+_TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")  # RFC 6750
 Options = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How a client knows the server, and shows who it is itself; all are paths of PEM files.
+
+    ca     whose certificates to trust; None: the system's roots
+    cert   the client's own certificate, for servers that ask for one, with its
+    key
+    """
+
+    ca: str | Path | None = None
+    cert: str | Path | None = None
+    key: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise InvalidArgument("tls", "has one of cert and key; give both, or neither")
+
+
+TlsChoice = bool | str | Path | Tls | grpc.ChannelCredentials | None
 
 _RETRIED = {
     "PrefixService": ("CreatePrefix", "GetPrefix", "ListPrefixes", "WatchPrefix"),
@@ -66,13 +89,25 @@ def service_config(*, affinity: bool) -> str:
     )
 
 
-def credentials(tls: Tls) -> grpc.ChannelCredentials | None:
+def credentials(tls: TlsChoice) -> grpc.ChannelCredentials | None:
     """None: plaintext; True: the system's roots; a path: the PEM file of roots to trust; or credentials as given."""
     if tls is None or tls is False:
         return None
     if isinstance(tls, grpc.ChannelCredentials):
         return tls
-    return grpc.ssl_channel_credentials(None if tls is True else Path(tls).read_bytes())
+    if not isinstance(tls, Tls):
+        tls = Tls(ca=None if tls is True else tls)
+    ca, cert, key = (None if path is None else Path(path).read_bytes() for path in (tls.ca, tls.cert, tls.key))
+    return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def check_token(token: str | None) -> str | None:
+    """Raises InvalidArgument for what no header can carry; the token is no part of the message."""
+    if token is not None and not (isinstance(token, str) and _TOKEN.fullmatch(token)):
+        raise InvalidArgument(
+            "token", "is no bearer token: expected letters, digits and -._~+/= only, nothing around them"
+        )
+    return token
 
 
 def metadata(token: str | None, prefix: str | None) -> list[tuple[str, str]]:

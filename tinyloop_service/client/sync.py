@@ -20,8 +20,9 @@ from tinyloop_service.types import Load
 class Client:
     """A server at `target` ("host:port"); a context manager.
 
-    token      sent as a bearer token
-    tls        None: plaintext; True: the system's roots; a path: a PEM file of roots; or gRPC credentials
+    token      sent with every call, as a bearer token; it says who calls.  Without tls everybody on the way can read it
+    tls        None: plaintext; True: the system's roots; a path: a PEM file of roots to trust; a `Tls`, for who has a
+               certificate of his own; or gRPC credentials.  Files are read once, here
     affinity   among several addresses behind `target`, send all requests of a prefix to one of them
     timeout    seconds for each call, streams included; None: no limit.  DeadlineExceeded (a TimeoutError) beyond it
 
@@ -33,7 +34,7 @@ class Client:
         target: str,
         *,
         token: str | None = None,
-        tls: channel.Tls = None,
+        tls: channel.TlsChoice = None,
         affinity: bool = False,
         timeout: float | None = None,
     ) -> None:

@@ -50,14 +50,16 @@ class Messages(Iterator[Any]):
 class Transport:
     """A channel, and how the generators of `calls` run over it."""
 
-    def __init__(self, target: str, token: str | None, tls: channel.Tls, affinity: bool, timeout: float | None) -> None:
+    def __init__(
+        self, target: str, token: str | None, tls: channel.TlsChoice, affinity: bool, timeout: float | None
+    ) -> None:
         options, secrets = channel.channel_options(affinity=affinity), channel.credentials(tls)
         if secrets is None:
             self._channel = grpc.insecure_channel(target, options)
         else:
             self._channel = grpc.secure_channel(target, secrets, options)
         self._stubs = _stubs(self._channel)
-        self._token, self._timeout, self._closed = token, timeout, False
+        self._token, self._timeout, self._closed = channel.check_token(token), timeout, False
         self._process = os.getpid()
 
     def run(self, steps: Steps[T], limit_s: float | None = None) -> T:
@@ -127,10 +129,12 @@ class Transport:
 class AsyncTransport:
     """A channel, made on the loop of its first call, and how the generators of `calls` run over it."""
 
-    def __init__(self, target: str, token: str | None, tls: channel.Tls, affinity: bool, timeout: float | None) -> None:
+    def __init__(
+        self, target: str, token: str | None, tls: channel.TlsChoice, affinity: bool, timeout: float | None
+    ) -> None:
         self._target, self._options = target, channel.channel_options(affinity=affinity)
         self._secrets = channel.credentials(tls)
-        self._token, self._timeout, self._closed = token, timeout, False
+        self._token, self._timeout, self._closed = channel.check_token(token), timeout, False
         self._channel: grpc.aio.Channel | None = None
         self._stubs: dict[str, Any] = {}
 

@@ -64,10 +64,10 @@ def make_server(settings: ServerSettings, backend: Backend, tokens: TokensFile |
     return server
 
 
-def listen(server: grpc.aio.Server, address: str, field: str) -> str:
+def listen(server: grpc.aio.Server, address: str, field: str, credentials: grpc.ServerCredentials | None = None) -> str:
     """Bind; returns the address with its real port.  Raises InvalidArgument naming the setting."""
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError:
         port = 0
     if port == 0:
