@@ -2,7 +2,7 @@
 //
 //   levels, scale = coding of K[row][g][·], and of V[row][g][·]       int8_pages.cuh
 //
-//   scratch    fp16   [R][2·G·64·D]          a page a row (attention.cuh); row r's token is at position[r] % 64
+//   scratch    fp16   [R][2·G·64·D]          an fp16 page a row; row r's token is at position[r] % 64
 //   position   int32  [R]                    negative: a padding row, nothing is written
 //   row_slot   int32  [R]                    likewise
 //   tables     int32  [slots][max_layers][max_blocks]   page of a sequence's 64-token block
@@ -46,8 +46,8 @@ DEVICE u32 largest_in_warp(u32 largest) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    append_int8(const u16* scratch, const i32* position, const i32* row_slot, const i32* tables, u8* pool, i32 layer,
-                i32 num_rows, i32 num_kv_heads, i32 max_layers, i32 max_blocks) {
+    append_int8(const u16* scratch, const i32* position, const i32* row_slot, const i32* tables, Stored* pool,
+                i32 layer, i32 num_rows, i32 num_kv_heads, i32 max_layers, i32 max_blocks) {
   const int unit = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   const Vector v = find_vector(unit, position, row_slot, tables, layer, num_rows, num_kv_heads, max_layers, max_blocks);
   dependency_launch();
@@ -61,9 +61,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kElements; ++i) largest = max(largest, magnitude_of(x[i]));
   const Scale scale = int8_scale(largest_in_warp(largest));
-  u8* page = int8_page(pool, v.page, num_kv_heads);
+  Stored* levels = levels_of_head(pool, v.page, 0, num_kv_heads);
 #pragma unroll
   for (int i = 0; i < kElements; ++i)
-    page[element_of(v, lane + 32 * i, num_kv_heads)] = static_cast<u8>(int8_level(x[i], scale));
-  if (lane == 0) int8_scales(page, v.head, num_kv_heads)[v.place] = scale.half;
+    levels[element_of(v, lane + 32 * i, num_kv_heads)] = static_cast<Stored>(int8_level(x[i], scale));
+  if (lane == 0) scales_of_head(pool, v.page, v.head, num_kv_heads)[v.place] = scale.half;
 }

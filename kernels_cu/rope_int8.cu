@@ -36,14 +36,14 @@ DEVICE uint2 levels_of(const float (&values)[8], const Scale& scale) {
 }
 
 // A thread's 16 elements of a turned K head.
-DEVICE void store_key(const float (&values)[2][8], const Scale& scale, const Token& token, int kv_head, u8* pool,
+DEVICE void store_key(const float (&values)[2][8], const Scale& scale, const Token& token, int kv_head, Stored* pool,
                       const Shape& shape) {
   const int chunk = threadIdx.x % kTokenThreads, place = token.position % kPageTokens;
-  u8* page = int8_page(pool, token.page, shape.num_kv_heads);
-  uint2* row = reinterpret_cast<uint2*>(int8_levels(page, kv_head) + place * kHeadDim) + first_piece(chunk);
+  Stored* levels = levels_of_head(pool, token.page, kv_head, shape.num_kv_heads) + place * kHeadDim;
+  uint2* row = reinterpret_cast<uint2*>(levels) + first_piece(chunk);
   row[0] = levels_of(values[0], scale);
   row[other_piece()] = levels_of(values[1], scale);
-  if (chunk == 0) int8_scales(page, kv_head, shape.num_kv_heads)[place] = scale.half;
+  if (chunk == 0) scales_of_head(pool, token.page, kv_head, shape.num_kv_heads)[place] = scale.half;
 }
 
 DEVICE void store_query(const float (&values)[2][8], const Token& token, int head, u16* q, const Shape& shape) {
@@ -55,7 +55,7 @@ DEVICE void store_query(const float (&values)[2][8], const Token& token, int hea
 
 // All lanes of a warp come here, those without a token (position −1) too, and store nothing.
 DEVICE void turn_heads(const Pieces& pieces, const Token& token, int first_head, const float* cos_table,
-                       const float* sin_table, u8* pool, u16* q, const Shape& shape) {
+                       const float* sin_table, Stored* pool, u16* q, const Shape& shape) {
   const int chunk = threadIdx.x % kTokenThreads, position = max(token.position, 0);
   float cos[kPairs], sin[kPairs];
   read_angles(cos, cos_table, position, chunk);
@@ -120,13 +120,14 @@ DEVICE void transpose_bytes(u32 (&out)[4], const u32* in) {
   out[3] = permute_bytes(high[0], high[1], 0x7632);
 }
 
-DEVICE u8* value_target(const Values& values, int token, int dim, u8* pool, int kv_head, const Shape& shape) {
-  u8* page = int8_page(pool, values.places.page[token], shape.num_kv_heads);
-  return int8_levels(page, shape.num_kv_heads + kv_head) + dim * kPageTokens + values.places.place[token];
+DEVICE Stored* value_target(const Values& values, int token, int dim, Stored* pool, int kv_head, const Shape& shape) {
+  const int heads = shape.num_kv_heads;
+  Stored* levels = levels_of_head(pool, values.places.page[token], heads + kv_head, heads);
+  return levels + dim * kPageTokens + values.places.place[token];
 }
 
 // Of 8 tokens four dims, a word a token.
-DEVICE void store_octet(const u32 (&words)[8], u8* target) {
+DEVICE void store_octet(const u32 (&words)[8], Stored* target) {
   u32 early[4], late[4];
   transpose_bytes(early, words);
   transpose_bytes(late, words + 4);
@@ -135,7 +136,7 @@ DEVICE void store_octet(const u32 (&words)[8], u8* target) {
 }
 
 // The thread's 8 rows, every kQuads-th four dims of them.
-DEVICE void store_values(const Values& values, u8* pool, int kv_head, const Shape& shape) {
+DEVICE void store_values(const Values& values, Stored* pool, int kv_head, const Shape& shape) {
   const int first = threadIdx.x % kOctets * 8;
   const bool octet = is_octet(values.places, first);
   for (int quad = threadIdx.x / kOctets; quad < kHeadDim / 4; quad += kQuads) {
@@ -149,22 +150,22 @@ DEVICE void store_values(const Values& values, u8* pool, int kv_head, const Shap
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (values.places.page[first + i] < 0) continue;
-      u8* target = value_target(values, first + i, 4 * quad, pool, kv_head, shape);
+      Stored* target = value_target(values, first + i, 4 * quad, pool, kv_head, shape);
 #pragma unroll
-      for (int dim = 0; dim < 4; ++dim) target[dim * kPageTokens] = static_cast<u8>(words[i] >> 8 * dim);
+      for (int dim = 0; dim < 4; ++dim) target[dim * kPageTokens] = static_cast<Stored>(words[i] >> 8 * dim);
     }
   }
 }
 
-DEVICE void store_value_scale(const Values& values, int token, u8* pool, int kv_head, const Shape& shape) {
-  if (values.places.page[token] < 0) return;
-  u8* page = int8_page(pool, values.places.page[token], shape.num_kv_heads);
-  int8_scales(page, shape.num_kv_heads + kv_head, shape.num_kv_heads)[values.places.place[token]] = values.scale[token];
+DEVICE void store_value_scale(const Values& values, int token, Stored* pool, int kv_head, const Shape& shape) {
+  const int page = values.places.page[token], heads = shape.num_kv_heads;
+  if (page < 0) return;
+  scales_of_head(pool, page, heads + kv_head, heads)[values.places.place[token]] = values.scale[token];
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
     rope_int8(const u16* qkv, const i32* token_slot, const i32* token_position, const float* cos, const float* sin,
-              const i32* tables, u8* pool, u16* q, i32 layer, i32 num_tokens, i32 num_heads, i32 num_kv_heads,
+              const i32* tables, Stored* pool, u16* q, i32 layer, i32 num_tokens, i32 num_heads, i32 num_kv_heads,
               i32 max_layers, i32 max_blocks) {
   __shared__ Values values;
   const Shape shape = {num_heads, num_kv_heads};

@@ -151,7 +151,7 @@ class Costs:
         q, pool, _, items, num_items = args[:5]
         read = self._download(items)[: int(self._download(num_items)[0])]
         queries = int(read[:, 3].sum())
-        return Cost(len(read) * 2 * pool.shape[1], 2 * q.nbytes, 4 * queries * PAGE_TOKENS * q.shape[1])
+        return Cost(len(read) * _page_bytes(pool), 2 * q.nbytes, 4 * queries * PAGE_TOKENS * q.shape[1])
 
     def prefill_attention(self, args: tuple[Any, ...]) -> Cost:
         """Keys and values of the longest sequence, once: every launch has but one in these benchmarks."""
@@ -161,7 +161,7 @@ class Costs:
             seen = np.arange(first + 1, first + count + 1)
             pairs += int((np.minimum(seen, window) if window else seen).sum())
             blocks = max(blocks, -(-(first + count) // PAGE_TOKENS))
-        return Cost(0, 2 * q.nbytes + blocks * 2 * pool.shape[1], 4 * pairs * q.shape[1])
+        return Cost(0, 2 * q.nbytes + blocks * _page_bytes(pool), 4 * pairs * q.shape[1])
 
     def fold_norm(self, args: tuple[Any, ...]) -> Cost:
         x, x_out, partials = args[:3]
@@ -178,6 +178,15 @@ class Costs:
 
     def rope(self, args: tuple[Any, ...]) -> Cost:
         return Cost(cache_bytes=2 * args[0].nbytes)  # what is read is written, to q and to pages
+
+    def rope_int8(self, args: tuple[Any, ...]) -> Cost:
+        qkv, q = args[0].nbytes, args[7].nbytes
+        return Cost(cache_bytes=qkv + q + (qkv - q) // 2)
+
+    def append_int8(self, args: tuple[Any, ...]) -> Cost:
+        """A token of a row's fp16 page is read, and written to an int8 page."""
+        scratch, pool = args[0], args[4]
+        return Cost(cache_bytes=scratch.shape[0] * (_page_bytes(scratch) + _page_bytes(pool)) // PAGE_TOKENS)
 
     def store_hidden(self, args: tuple[Any, ...]) -> Cost:
         x, page_bytes, y = args[0], int(args[10]), args[14]
@@ -202,13 +211,13 @@ class Costs:
     def clone(self, args: tuple[Any, ...]) -> Cost:
         """args: pool, triples; sources are shared by many."""
         pool, triples = args[0], self._download(args[1])
-        per_token = 2 * pool.shape[1] // PAGE_TOKENS
+        per_token = _page_bytes(pool) // PAGE_TOKENS
         sources = {int(source): int(count) for source, _, count in triples}
         return Cost(per_token * (int(triples[:, 2].sum()) + sum(sources.values())))
 
     def fill(self, args: tuple[Any, ...]) -> Cost:
         pool, ids = args[:2]
-        return Cost(2 * pool.shape[1] * ids.shape[0])
+        return Cost(_page_bytes(pool) * ids.shape[0])
 
     def _read(self, *arrays: Array) -> Cost:
         total = Cost()
@@ -223,6 +232,10 @@ class Costs:
         return np.asarray(self._device.download(array))
 
 
+def _page_bytes(pool: Array) -> int:
+    return int(pool.shape[1] * pool.dtype.itemsize)
+
+
 _RULES: dict[str, Callable[[Costs, tuple[Any, ...]], Cost]] = {
     "gemm": Costs.gemm,
     "decode_attention": Costs.decode_attention,
@@ -232,6 +245,8 @@ _RULES: dict[str, Callable[[Costs, tuple[Any, ...]], Cost]] = {
     "embed_prompt": Costs.stream,
     "gather_rows": Costs.stream,
     "rope": Costs.rope,
+    "rope_int8": Costs.rope_int8,
+    "append_int8": Costs.append_int8,
     "swiglu": Costs.swiglu,
     "store_hidden": Costs.store_hidden,
     "round_hidden": Costs.round_hidden,
@@ -239,5 +254,6 @@ _RULES: dict[str, Callable[[Costs, tuple[Any, ...]], Cost]] = {
     "clone_hidden": Costs.clone_hidden,
     "sample_scan": Costs.sample_scan,
     "clone": Costs.clone,
+    "clone_int8": Costs.clone,
     "fill": Costs.fill,
 }

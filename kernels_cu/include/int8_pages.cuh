@@ -1,32 +1,27 @@
-// int8 pages: where their levels and scales lie, and how a vector of K or V of one token and head becomes both.
-//
-// A page holds 64 tokens of one cache layer, 64·G·(2·D + 4) bytes:
-//
-//   levels  int8  K [G][64][D], then V transposed [G][D][64]     value = level · scale, level −127 … 127
-//   scales  fp16  K [G][64], then V [G][64]
+// int8 pages, for who writes them: how a vector of K or V of one token and head becomes levels and a scale.
 //
 // The coding is that of engine/cache_modes.py, bit for bit: magnitudes beyond fp16's largest count as that; scale =
 // largest magnitude / 127, at least 2^-17, rounded to fp16; level = x / that scale to the nearest, ties to even.  A
-// vector with a NaN in it has a NaN for scale, so that whoever reads it notices.
+// vector with a NaN in it has a NaN for scale, so that whoever reads it notices.  Where both lie, attention.cuh says.
 #pragma once
 
+#ifndef TL_INT8
+#define TL_INT8 1
+#endif
 #include "attention.cuh"
 
 constexpr float kLargestHalf = 65504.0f;
 constexpr float kMostLevel = 127.0f;
 constexpr float kLeastScale = 1.0f / 131072;  // fp16 keeps seven bits of it
 
-DEVICE u8* int8_page(u8* pool, int page, int num_kv_heads) {
-  constexpr int kHeadBytes = 2 * kHeadElements + 2 * kPageTokens * static_cast<int>(sizeof(u16));
-  return pool + static_cast<u64>(page) * (num_kv_heads * kHeadBytes);
+// K levels of a head in a page, [64][D]; V levels, [D][64], are those of head G + kv_head.
+DEVICE Stored* levels_of_head(Stored* pool, int page, int head, int num_kv_heads) {
+  return const_cast<Stored*>(page_keys(pool, page, head, num_kv_heads));
 }
 
-// K levels of a head in a page: [64][D].  Its V levels, [D][64], are those of "head" G + kv_head.
-DEVICE u8* int8_levels(u8* page, int head) { return page + head * kHeadElements; }
-
-// Scales of a head's K, [64].  Those of its V are those of "head" G + kv_head.
-DEVICE u16* int8_scales(u8* page, int head, int num_kv_heads) {
-  return reinterpret_cast<u16*>(page + 2 * num_kv_heads * kHeadElements) + head * kPageTokens;
+// Its scales, [64], likewise.
+DEVICE u16* scales_of_head(Stored* pool, int page, int head, int num_kv_heads) {
+  return reinterpret_cast<u16*>(const_cast<uint4*>(page_scales(pool, page, head, num_kv_heads)));
 }
 
 // Bits that are in the order of magnitudes, NaN above them all: the largest of a vector is taken of these.

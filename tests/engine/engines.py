@@ -41,16 +41,20 @@ class ReadableEngine(Engine, Protocol):
 
 
 def cases(
-    models: Iterable[str], *, only_cuda: Iterable[str] = (), on_cpu: Iterable[tuple[str, CacheMode]] = ()
+    models: Iterable[str],
+    *,
+    only_cuda: Iterable[str] = (),
+    on_cpu: Iterable[tuple[str, CacheMode]] = (),
+    on_cuda: Iterable[tuple[str, CacheMode]] = (),
 ) -> list[Any]:
     """Parameters: `models` in fp16 on the CPU and on a GPU; `only_cuda`, which are too large for a CPU, there alone;
-    and further ones on the CPU alone, in other modes."""
+    and further ones on either alone, in other modes."""
     models, fp16 = tuple(models), CacheMode.FP16
     everywhere = [pytest.param(("cpu", name, fp16), id=f"cpu-{name}") for name in models]
     in_modes = [pytest.param(("cpu", name, mode), id=f"cpu-{name}-{mode.value}") for name, mode in on_cpu]
-    on_gpu = [
-        pytest.param(("cuda", name, fp16), marks=pytest.mark.gpu, id=f"cuda-{name}") for name in (*models, *only_cuda)
-    ]
+    of_gpu = [(name, fp16, f"cuda-{name}") for name in (*models, *only_cuda)]
+    of_gpu += [(name, mode, f"cuda-{name}-{mode.value}") for name, mode in on_cuda]
+    on_gpu = [pytest.param(("cuda", name, mode), marks=pytest.mark.gpu, id=label) for name, mode, label in of_gpu]
     return [*everywhere, *in_modes, *on_gpu]
 
 

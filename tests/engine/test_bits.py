@@ -40,17 +40,26 @@ def driver_of(case: Case) -> Iterator[Driver]:
         driver = Driver(make_engine(kind, weights_of(fitted(SPECS[name], kind, mode)), cache_mode=mode))
     else:
         weights = weights_of(name)
-        driver = Driver(make_engine(kind, weights, kv_memory=8 << 30), loops=weights.spec.default_loops)
+        engine = make_engine(kind, weights, kv_memory=8 << 30, cache_mode=mode)
+        driver = Driver(engine, loops=weights.spec.default_loops)
     yield driver
     driver.engine.close()
 
 
-@pytest.fixture(scope="module", params=cases(["small"], only_cuda=["407m", "demo"]))
+CASES = cases(["small"], only_cuda=["407m", "demo"], on_cuda=[("small", CacheMode.INT8), ("407m", CacheMode.INT8)])
+
+
+@pytest.fixture(scope="module", params=CASES)
 def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     yield from driver_of(request.param)
 
 
-ANY_CASES = cases(["everything", "fp16 weights"], only_cuda=["407m"], on_cpu=[("everything", CacheMode.H_INT8)])
+ANY_CASES = cases(
+    ["everything", "fp16 weights"],
+    only_cuda=["407m"],
+    on_cpu=[("everything", CacheMode.H_INT8)],
+    on_cuda=[("everything", CacheMode.INT8)],
+)
 
 
 @pytest.fixture(scope="module", params=ANY_CASES)

@@ -6,8 +6,9 @@ In emulation.  `test_bits.py` has the same and more on a GPU, at the sizes that 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from engines import weights_of
 from test_small_cases import PLAIN, SWITCHED
 
 from tinyloop_service.completion import CompletionBuilder
+from tinyloop_service.engine.api import Engine
 from tinyloop_service.engine.reference import Reference
+from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.types import CacheMode, GenerationRequest, PrefixDefinition
@@ -28,6 +31,11 @@ CHUNK = 50
 @pytest.fixture
 def driver() -> Driver:
     return Driver(shared_engine(PLAIN))
+
+
+@pytest.fixture(params=["plain", "switched"])
+def any_driver(request: pytest.FixtureRequest) -> Driver:
+    return Driver(shared_engine(SPECS[request.param]))
 
 
 # ---- equal to the reference
@@ -49,16 +57,29 @@ def test_logits_are_the_reference_s(name: str, window: int) -> None:
     five blocks, independent: 2^-12 · √25 ≈ 1.2e-3 of the stream's rms at the most, and about as much of the logits'.
     A wrong switch, position or mask gives 100 percent.
     """
-    spec = SPECS[name]
-    driver = Driver(shared_engine(spec))
+    got = prompt_logits(Driver(shared_engine(SPECS[name])), window)
+    error = difference(got, reference_logits(SPECS[name], window, CacheMode.FP16))
+    assert error < 3e-3, f"{name}: not the same model, {error}"
+
+
+def prompt_logits(driver: Driver, window: int) -> np.ndarray:
+    """After 90 tokens in chunks, and after 50 more of a child."""
     parent = driver.prefix(TOKENS[:90], window=window, chunk=CHUNK)
     child = driver.prefix(TOKENS[90:140], parent, window=window)
     got = np.stack([driver.engine.read_logits(held.id) for held in (parent, child)])
     driver.close(child, parent)
-    reference = Reference(weights_of(spec), np.float32, cache_mode=CacheMode.FP16)
-    expected = reference.forward(TOKENS[:140], reference.new_cache(2, window))[[89, 139]]
-    error = np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2))
-    assert error < 3e-3, f"{name}: not the same model, {error}"
+    return got
+
+
+def reference_logits(spec: ModelSpec, window: int, state: CacheMode | Literal["exact"]) -> np.ndarray:
+    """The same by the reference."""
+    reference = Reference(weights_of(spec), np.float32, cache_mode=state)
+    return reference.forward(TOKENS[:140], reference.new_cache(2, window))[[89, 139]]
+
+
+def difference(got: np.ndarray, expected: np.ndarray) -> float:
+    """Root mean square of the difference, relative to that of what is expected."""
+    return float(np.sqrt(np.mean((got - expected) ** 2) / np.mean(expected**2)))
 
 
 @pytest.mark.parametrize("name", ["plain", "switched"])
@@ -88,11 +109,10 @@ def test_cold_equals_warm(driver: Driver, length: int, window: int) -> None:
     driver.close(prefix)
 
 
-@pytest.mark.parametrize("name", ["plain", "switched"])
 @pytest.mark.parametrize("chunk", [19, 77])
-def test_chunks_leave_the_same_pages(name: str, chunk: int) -> None:
+def test_chunks_leave_the_same_pages(any_driver: Driver, chunk: int) -> None:
     """T3: every cache layer, and the logits of the last token."""
-    driver = Driver(shared_engine(SPECS[name]))
+    driver = any_driver
     whole, parts = driver.prefix(TOKENS[:150]), driver.prefix(TOKENS[:150], chunk=chunk)
     pages = [driver.engine.read_kv(held.id) for held in (whole, parts)]
     assert pages[0].shape[3] == 150 and np.array_equal(*pages)
@@ -228,8 +248,7 @@ async def complete(scheduler: Scheduler, request: GenerationRequest) -> list[obj
     return [(choice.token_ids, choice.logprobs) for choice in builder.completion().choices]
 
 
-async def complete_all(num_pages: int, requests: list[GenerationRequest], *, at_once: bool) -> list[list[object]]:
-    engine = engine_of(PLAIN, kv_memory=num_pages * 2 * PAGE * 64 * 2)
+async def complete_all(engine: Engine, requests: list[GenerationRequest], *, at_once: bool) -> list[list[object]]:
     scheduler = Scheduler(engine, SchedulerSettings(max_prefixes=2 if at_once else 9))
     await scheduler.start()
     for name, (length, loops, window) in {"a": (63, None, 0), "b": (130, 3, 0), "c": (65, 1, 30)}.items():
@@ -244,6 +263,10 @@ async def complete_all(num_pages: int, requests: list[GenerationRequest], *, at_
 
 
 async def test_the_scheduler_s_requests_are_what_they_are_alone() -> None:
+    await check_the_scheduler_s_requests(lambda num_pages: engine_of(PLAIN, kv_memory=num_pages * 2 * PAGE * 64 * 2))
+
+
+async def check_the_scheduler_s_requests(engine_with: Callable[[int], Engine]) -> None:
     """Two plans in flight, and memory for two of three prefixes: they are evicted and built again (T2, T5)."""
     requests = [
         GenerationRequest(
@@ -255,5 +278,5 @@ async def test_the_scheduler_s_requests_are_what_they_are_alone() -> None:
         )
         for i in range(12)
     ]
-    alone = await complete_all(400, requests, at_once=False)
-    assert await complete_all(45, requests, at_once=True) == alone
+    alone = await complete_all(engine_with(400), requests, at_once=False)
+    assert await complete_all(engine_with(45), requests, at_once=True) == alone

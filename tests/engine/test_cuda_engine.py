@@ -60,8 +60,8 @@ def test_memory_that_does_not_suffice_is_refused_with_ways_out() -> None:
         engine_of(PLAIN, SmallDevice(1 << 16))
     with pytest.raises(InvalidArgument, match=r"kv_memory: 0 bytes are left beside weights"):
         engine_of(PLAIN, SmallDevice(1 << 20), kv_memory=None)
-    with pytest.raises(InvalidArgument, match="cache_mode: int8 given"):
-        engine_of(PLAIN, cache_mode=CacheMode.INT8)
+    with pytest.raises(InvalidArgument, match="cache_mode: h-int8 given, engine cuda stores fp16 and int8; use"):
+        engine_of(PLAIN, cache_mode=CacheMode.H_INT8)
 
 
 def test_all_free_memory_is_taken_where_none_is_asked_for() -> None:

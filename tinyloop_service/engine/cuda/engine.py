@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Limits, Plan, SequenceId, StepResult
+from tinyloop_service.engine.cache_modes import H_MODES
 from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.flight import Flight, PendingStep
 from tinyloop_service.engine.cuda.machine import Machine
-from tinyloop_service.engine.cuda.memory import MOST_SLOTS, Arena, Budget, max_blocks, page_bytes
+from tinyloop_service.engine.cuda.memory import MOST_SLOTS, Arena, Budget, Layout, max_blocks
 from tinyloop_service.engine.cuda.products import FIXED_ROWS, Products
-from tinyloop_service.engine.cuda.projection import Direct
+from tinyloop_service.engine.cuda.projection import Coded, Direct
 from tinyloop_service.engine.cuda.prompt import PromptPass
 from tinyloop_service.engine.cuda.selfcheck import check_products, check_rows
 from tinyloop_service.engine.cuda.sequences import SequenceTable
@@ -65,18 +66,21 @@ class CudaEngine:
         debug: pages are poisoned when given back.  Raises InvalidArgument for what this engine cannot do or what
         memory does not hold, EngineFault if the self-check finds that this device breaks a promise.
         """
-        if cache_mode is not CacheMode.FP16:
-            raise InvalidArgument("cache_mode", f"{cache_mode.value} given, engine cuda stores fp16; use engine cpu")
+        if cache_mode in H_MODES:
+            given = f"{cache_mode.value} given, engine cuda stores fp16 and int8; use engine cpu"
+            raise InvalidArgument("cache_mode", given)
         say, spec = progress or (lambda _: None), weights.spec
         budget = Budget(device.memory()[0], weight_bytes(weights), kv_memory)
         budget.check_weights()
         say("repacking weights")
         model = load_weights(device, weights)
-        slots = min(MOST_SLOTS, 2 * MAX_ROWS + budget.free // (page_bytes(spec) * spec.cache_layers(1)))
-        arena = Arena(device, spec, slots)
+        layout = Layout.of(cache_mode, spec)
+        slots = min(MOST_SLOTS, 2 * MAX_ROWS + budget.free // (layout.page_bytes * spec.cache_layers(1)))
+        arena = Arena(device, spec, layout, slots)
         sampler = SamplerTables(device, slots, spec.vocab_size, row_counts[-1])
         products, max_rows = Products(device), -(-max_chunk // FIXED_ROWS) * FIXED_ROWS
-        projection = Direct(device, model, arena, products, max_rows)
+        makes = device, model, arena, products, max_rows
+        projection = Coded(*makes, step_rows=row_counts[-1]) if cache_mode is CacheMode.INT8 else Direct(*makes)
         decoder = Decoder(device, model, arena, sampler, projection, row_counts=row_counts, max_steps=MAX_STEPS)
         prompt = PromptPass(
             device, model, arena, products, projection, max_rows=max_rows, max_last=row_counts[-1]
@@ -85,9 +89,9 @@ class CudaEngine:
         self._planner: Planner | None = Planner(self._table, arena, sampler, decoder, prompt, debug=debug)
         self._machine: Machine | None = Machine(device, spec, arena, sampler, decoder, prompt)
         self._flights = [Flight(device), Flight(device)]
-        num_pages = budget.num_pages(spec, device.memory()[0])
-        arena.take_pages(device, spec, num_pages)
-        self._limits = _limits(weights, cache_mode, num_pages, max_chunk)
+        num_pages = budget.num_pages(layout, spec, device.memory()[0])
+        arena.take_pages(device, layout, num_pages)
+        self._limits = _limits(weights, layout, num_pages, max_chunk)
         self._warm(self._machine, say)
 
     @property
@@ -125,10 +129,11 @@ class CudaEngine:
         self._flights.clear()
         device.close()
 
-    def read_kv(self, seq: SequenceId) -> NDArray[np.float16]:
-        """What the pages of a sequence hold of its own tokens, inherited ones of its first page included.
+    def read_kv(self, seq: SequenceId) -> NDArray[np.float16 | np.float32]:
+        """What is read of a sequence's own tokens, inherited ones of its first page included.
 
-        fp16 (cache layers, 2, n_kv_heads, tokens, head_dim).  For tests and tools; not part of the `Engine` protocol.
+        fp16, of int8 pages fp32, (cache layers, 2, n_kv_heads, tokens, head_dim).  For tests and tools; not part of the
+        `Engine` protocol.
         """
         assert self._machine is not None
         sequence = self._table[seq]
@@ -166,12 +171,12 @@ class CudaEngine:
         check_rows(self, decoder.row_counts)
 
 
-def _limits(weights: ModelWeights, cache_mode: CacheMode, num_pages: int, max_chunk: int) -> Limits:
+def _limits(weights: ModelWeights, layout: Layout, num_pages: int, max_chunk: int) -> Limits:
     return limits_of(
         weights,
-        cache_mode=cache_mode,
+        cache_mode=layout.mode,
         num_pages=num_pages,
-        page_bytes=page_bytes(weights.spec),
+        page_bytes=layout.page_bytes,
         max_rows=MAX_ROWS,
         max_chunk=max_chunk,
         max_steps=MAX_STEPS,

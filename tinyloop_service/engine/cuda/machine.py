@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from tinyloop_service.engine.api import PAGE_TOKENS, Block
 from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.flight import Flight
-from tinyloop_service.engine.cuda.memory import Arena
+from tinyloop_service.engine.cuda.memory import Arena, keys_and_values
 from tinyloop_service.engine.cuda.prompt import PassShape, PromptPass
 from tinyloop_service.engine.cuda.work import Batch, DecodeWork, PromptWork, Work
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.embed import gather_rows
+from tinyloop_service.kernels.page_layout import is_int8
 from tinyloop_service.kernels.pages import clone, poison, zero
 from tinyloop_service.kernels.sample import SamplerTables
 from tinyloop_service.kernels.tables import copy_rows, write_words
@@ -103,16 +104,15 @@ class Machine:
         self._gather_outputs(self.device.upload(np.array([slot], np.int32)))
         return self.decoder.read_logits()
 
-    def read_pages(self, blocks: list[Block]) -> NDArray[np.float16]:
+    def read_pages(self, blocks: list[Block]) -> NDArray[np.float16 | np.float32]:
         """K and V in these blocks, (layers, 2, G, 64 · blocks, D)."""
-        heads, dim = self.spec.n_kv_heads, self.spec.head_dim
-        kv = np.empty((len(blocks[0]) if blocks else 0, 2, heads, len(blocks) * PAGE_TOKENS, dim), np.float16)
-        for at, block in enumerate(blocks):
+        pages = np.array(blocks, np.int32).T  # (layers, blocks)
+        shape = (2, self.spec.n_kv_heads, pages.shape[-1] * PAGE_TOKENS, self.spec.head_dim)
+        dtype = np.float32 if is_int8(self.arena.pool) else np.float16
+        kv = np.empty((pages.shape[0] if blocks else 0, *shape), dtype)
+        for (layer, at), page in np.ndenumerate(pages):
             span = slice(at * PAGE_TOKENS, (at + 1) * PAGE_TOKENS)
-            for layer, page in enumerate(block):
-                keys, values = np.split(self.device.download(self.arena.pool[page]), 2)
-                kv[layer, 0, :, span] = keys.reshape(heads, PAGE_TOKENS, dim)
-                kv[layer, 1, :, span] = values.reshape(heads, dim, PAGE_TOKENS).transpose(0, 2, 1)
+            kv[layer, :, :, span] = keys_and_values(self.device.download(self.arena.pool[page]), self.spec)
         return kv
 
     def _rehearse(self, some: Array) -> None:

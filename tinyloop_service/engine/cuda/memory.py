@@ -1,6 +1,7 @@
 """What lies on the device besides weights: pages, and the tables and state of every sequence.
 
     pool      fp16   [pages][2·G·64·D]               K [G][64][D], then V transposed [G][D][64], of 64 tokens of a layer
+              int8   [pages][64·G·(2·D + 4)]         in mode int8: levels likewise, then fp16 scales [K and V][G][64]
     tables    int32  [slots][max_layers][max_blocks]  page of a sequence's block, its parents' included
     token     int32  [slots]                         last sampled
     length    int32  [slots]                         tokens whose K and V are stored
@@ -15,11 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from tinyloop_service.engine import cache_modes
 from tinyloop_service.engine.api import PAGE_TOKENS
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.errors import InvalidArgument
-from tinyloop_service.kernels.device import Array, Device
+from tinyloop_service.kernels.device import Array, Device, Host
+from tinyloop_service.types import CacheMode
 
 MOST_SLOTS = 2560  # sequences open at a time
 SHARE = 0.9  # of what is free at the start; the rest is left to the driver, graphs and others
@@ -31,13 +35,43 @@ def page_elements(spec: ModelSpec) -> int:
     return 2 * spec.kv_dim * PAGE_TOKENS
 
 
-def page_bytes(spec: ModelSpec) -> int:
-    return 2 * page_elements(spec)
-
-
 def max_blocks(spec: ModelSpec) -> int:
     """Blocks of the longest sequence."""
     return -(-spec.max_seq_len // PAGE_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a cache mode's pages lie in the pool."""
+
+    mode: CacheMode
+    page_bytes: int
+    dtype: type[np.float16 | np.int8]  # of the pool, which tells kernels what a page is
+
+    @classmethod
+    def of(cls, mode: CacheMode, spec: ModelSpec) -> Layout:
+        dtype = np.int8 if mode is CacheMode.INT8 else np.float16
+        return cls(mode, cache_modes.page_bytes(mode, spec), dtype)
+
+    @property
+    def page_shape(self) -> tuple[int]:
+        return (self.page_bytes // np.dtype(self.dtype).itemsize,)
+
+
+def keys_and_values(page: Host, spec: ModelSpec) -> tuple[NDArray[np.float16 | np.float32], ...]:
+    """What is read of a page of the pool: K and V (G, 64, D), of an int8 page in float32."""
+    levels, scales = page, None
+    if page.dtype == np.int8:
+        size = page_elements(spec)
+        levels, scales = page[:size], page[size:].view(np.float16).reshape(2, spec.n_kv_heads, PAGE_TOKENS, 1)
+    keys, values = np.split(levels, 2)
+    kv = np.stack(
+        [
+            keys.reshape(spec.n_kv_heads, PAGE_TOKENS, spec.head_dim),
+            values.reshape(spec.n_kv_heads, spec.head_dim, PAGE_TOKENS).transpose(0, 2, 1),
+        ]
+    )
+    return tuple(kv if scales is None else cache_modes.decode(CacheMode.INT8, {"levels": kv, "scales": scales}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +90,11 @@ class Budget:
                 f"{_WAYS_OUT}",
             )
 
-    def num_pages(self, spec: ModelSpec, free_now: int) -> int:
+    def num_pages(self, layout: Layout, spec: ModelSpec, free_now: int) -> int:
         """Pages in what is free after weights and buffers.  Raises InvalidArgument where they are too few to begin."""
         left = max(0, free_now - round(self.free * (1 - SHARE)))
         asked = left if self.kv_memory is None else self.kv_memory
-        least = spec.cache_layers(spec.default_loops) * page_bytes(spec)
+        least = spec.cache_layers(spec.default_loops) * layout.page_bytes
         if asked < least:
             given = f"{asked} bytes given" if self.kv_memory else f"{asked} bytes are left beside weights and buffers"
             raise InvalidArgument("kv_memory", f"{given}; {PAGE_TOKENS} tokens alone take {least}; {_WAYS_OUT}")
@@ -70,13 +104,13 @@ class Budget:
                 f"{asked // _MIB} MiB needed, {left // _MIB} MiB of the GPU are free beside weights and buffers; "
                 f"give less kv_memory, or {_WAYS_OUT}",
             )
-        return asked // page_bytes(spec)
+        return asked // layout.page_bytes
 
 
 class Arena:
     """The arrays of the drawing above."""
 
-    def __init__(self, device: Device, spec: ModelSpec, num_slots: int) -> None:
+    def __init__(self, device: Device, spec: ModelSpec, layout: Layout, num_slots: int) -> None:
         layers, blocks = spec.cache_layers(spec.max_loops), max_blocks(spec)
         table_words = num_slots * layers * blocks
         self.num_slots = num_slots
@@ -87,8 +121,8 @@ class Arena:
         self.length = self.words[table_words + num_slots :]
         self.length_index = table_words + num_slots  # of slot 0's length in `words`
         self.outputs = device.zeros((num_slots, spec.d_model), np.float16)
-        self.pool: Array = device.empty((0, page_elements(spec)), np.float16)
+        self.pool: Array = device.empty((0, *layout.page_shape), layout.dtype)
 
-    def take_pages(self, device: Device, spec: ModelSpec, num_pages: int) -> None:
+    def take_pages(self, device: Device, layout: Layout, num_pages: int) -> None:
         """Last of all, for it takes what is left."""
-        self.pool = device.empty((num_pages, page_elements(spec)), np.float16)
+        self.pool = device.empty((num_pages, *layout.page_shape), layout.dtype)

@@ -1,6 +1,7 @@
 """How a layer's queries, keys and values are made of the stream, for each kind of cache.
 
     Direct    what is stored is K and V: one product makes q, K and V of one input
+    Coded     the same, K and V as int8
 
 In: the stream of a pass or of a step, and where its tokens belong.  Out: q; K and V in the pages that attention reads.
 Refuses to know how attention reads them, and who owns a page.
@@ -13,11 +14,12 @@ from typing import Protocol
 
 import numpy as np
 
-from tinyloop_service.engine.cuda.memory import Arena
+from tinyloop_service.engine.cuda.memory import Arena, max_blocks, page_elements
 from tinyloop_service.engine.cuda.products import ProductKind, Products
 from tinyloop_service.engine.cuda.schedule import Layer
 from tinyloop_service.engine.cuda.stream import DecodeStream
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
+from tinyloop_service.kernels.append import append_int8
 from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.linear import linear_qkv
 from tinyloop_service.kernels.rope import rope
@@ -80,4 +82,35 @@ class Direct:
             self._device, packed, given.y, rows.positions, rows.slots, arena.tables, layer.index, arena.pool,
             model.cos, model.sin, q, num_kv_heads=model.spec.n_kv_heads, columns=given.columns,
             dependent=given.dependent,
+        )  # fmt: skip
+
+
+class Coded(Direct):
+    """A `Projection` to int8 pages.
+
+    A step's K and V come, in fp16, to a scratch page a row; from there they are coded, for a scale belongs to a whole
+    vector, of which a block of `linear_qkv` has but a part.
+    """
+
+    def __init__(
+        self, device: Device, model: DeviceModel, arena: Arena, products: Products, max_rows: int, *, step_rows: int
+    ) -> None:
+        """step_rows: most rows of a step."""
+        super().__init__(device, model, arena, products, max_rows)
+        rows = np.arange(step_rows, dtype=np.int32)
+        self._scratch = device.zeros((step_rows, page_elements(model.spec)), np.float16)
+        self._scratch_slots = device.upload(rows)  # also of padding rows: their position is negative
+        self._scratch_tables = device.upload(np.repeat(rows, max_blocks(model.spec)).reshape(step_rows, 1, -1))
+
+    def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> None:
+        model, arena, packed, count = self._model, self._arena, layer.block.qkv.packed, q.shape[0]
+        heads, scratch = model.spec.n_kv_heads, self._scratch[:count]
+        given = stream.fold(layer.before_attention, packed)
+        linear_qkv(
+            self._device, packed, given.y, rows.positions, self._scratch_slots[:count], self._scratch_tables, 0,
+            scratch, model.cos, model.sin, q, num_kv_heads=heads, columns=given.columns, dependent=given.dependent,
+        )  # fmt: skip
+        append_int8(
+            self._device, scratch, rows.positions, rows.slots, arena.tables, layer.index, arena.pool,
+            num_kv_heads=heads, head_dim=model.spec.head_dim, dependent=True,
         )  # fmt: skip

@@ -1,0 +1,200 @@
+"""The CUDA engine in the cache modes beside fp16: what is read is what the mode stores, logits follow from it, and the
+promise, small, by the bodies of `test_cuda_bits.py`.
+
+In emulation, and the same on a GPU; there `test_bits.py` has more of the promise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import test_cuda_bits
+from driver import Driver, Held
+from emulated import HOT, PAGE, ROW_COUNTS, TOKENS
+from engines import Kind, ReadableEngine, make_engine, weights_of
+from test_cuda_bits import SPECS, difference
+
+from tinyloop_service.engine.api import Plan
+from tinyloop_service.engine.cache_modes import decode, encode, page_bytes
+from tinyloop_service.engine.reference import Cache, Reference
+from tinyloop_service.errors import EngineFault
+from tinyloop_service.types import CacheMode
+
+MODES = [CacheMode.INT8]
+KINDS = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPTIONS: dict[str, Any] = {"row_counts": ROW_COUNTS, "max_chunk": 256}
+
+
+@cache
+def shared_engine(kind: Kind, name: str, mode: CacheMode) -> ReadableEngine:
+    """For tests that close what they open."""
+    return make_engine(kind, weights_of(SPECS[name]), kv_memory=8 << 20, cache_mode=mode, **OPTIONS)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> CacheMode:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def driver(kind: Kind, mode: CacheMode) -> Driver:
+    return Driver(shared_engine(kind, "plain", mode))
+
+
+@pytest.fixture(params=["plain", "switched"])
+def any_driver(request: pytest.FixtureRequest, kind: Kind, mode: CacheMode) -> Driver:
+    return Driver(shared_engine(kind, request.param, mode))
+
+
+# ---- equal to the reference
+
+
+@dataclass(slots=True)
+class Given(Cache):
+    """A cache in which tokens find `read`, (layers, 2, G, tokens, D), in place of the K and V that they bring."""
+
+    read: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    brought: list[np.ndarray] = field(default_factory=list)  # by layer: K and V, (2, G, tokens, D)
+
+    def append(self, layer: int, key: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self.brought.append(np.stack([key, value]))
+        return super(Given, self).append(layer, *self.read[layer].astype(key.dtype))
+
+
+def given(driver: Driver, name: str, held: Held, tokens: tuple[int, ...]) -> tuple[np.ndarray, Given]:
+    """Logits after each of `tokens`, and the cache: by the reference, from the K and V that the engine reads."""
+    read = driver.engine.read_kv(held.id)
+    cache = Given(held.loops, held.window, read=read[:, :, :, : len(tokens)])
+    return Reference(weights_of(SPECS[name]), np.float32).forward(tokens, cache), cache
+
+
+@pytest.mark.parametrize("name", ["plain", "switched", "sandwich"])
+def test_logits_follow_from_what_is_read(kind: Kind, mode: CacheMode, name: str) -> None:
+    """Of a prompt, and of tokens drawn after it over the end of a page.  Tolerance: as `test_cuda_bits.py` in fp16, for
+    no rounding of state is left that may fall the other way."""
+    driver, length, steps = Driver(shared_engine(kind, name, mode)), 120, 12
+    prefix, request = driver.prefix(TOKENS[:length], chunk=50), driver.request(None, TOKENS[:length])
+    expected, _ = given(driver, name, prefix, TOKENS[:length])
+    assert difference(driver.engine.read_logits(prefix.id), expected[-1]) < 3e-3
+    driver.decode([request], steps)
+    drawn = driver.drawn.pop(request.id)
+    logits, _ = given(driver, name, request, (*TOKENS[:length], *(token for token, _ in drawn[:-1])))
+    logits = logits[-len(drawn) :].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    tops = [dict(logprob.top) for _, logprob in drawn if logprob]
+    got = np.array([list(top.values()) for top in tops])
+    assert difference(got, np.stack([row[list(top)] for row, top in zip(logprobs, tops, strict=True)])) < 3e-3
+    driver.close(request, prefix)
+
+
+@pytest.mark.parametrize("name", ["plain", "switched"])
+def test_int8_reads_levels_of_the_right_values(kind: Kind, name: str) -> None:
+    """At most half a level from what the reference would store, and a quarter more for fp16 arithmetic (2e-3 of a
+    vector's largest element); and coding what is read again changes nothing."""
+    driver = Driver(shared_engine(kind, name, CacheMode.INT8))
+    prefix, request = driver.prefix(TOKENS[:100]), driver.request(None, TOKENS[:100])
+    driver.decode([request], 40)
+    tokens = (*TOKENS[:100], *(token for token, _ in driver.drawn.pop(request.id)[:-1]))
+    for held, its in ((prefix, TOKENS[:100]), (request, tokens)):
+        _, cache = given(driver, name, held, its)
+        stored = encode(CacheMode.INT8, cache.read)
+        assert np.array_equal(decode(CacheMode.INT8, stored), cache.read), "not the coding of any values"
+        off = np.abs(np.stack(cache.brought) - cache.read) / stored["scales"].astype(np.float32)
+        assert off.max() < 0.75, "further off than rounding explains"
+        assert np.sqrt(np.mean(off**2)) < 0.295, "nearest levels are 0.289 off, as a root of mean squares"
+    driver.close(request, prefix)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_in_a_window_are_near_the_reference_s(kind: Kind, mode: CacheMode, name: str) -> None:
+    """fp16 arithmetic moves values by a twentieth of a level, so that one in twenty falls to another level than the
+    reference's: half of what the mode costs, the errors of levels being 0.29 of one.  Nearer than that, the reference
+    in the mode and one that rounds nothing cannot be told apart."""
+    window, driver = 20, Driver(shared_engine(kind, name, mode))
+    got = test_cuda_bits.prompt_logits(driver, window)
+    references = (test_cuda_bits.reference_logits(SPECS[name], window, state) for state in (mode, CacheMode.FP16))
+    alike, unlike = (difference(got, reference) for reference in references)
+    assert alike < 1.2e-2 and alike < 0.8 * unlike, f"{name}: not the same model"
+
+
+# ---- equal to itself
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, 0), (PAGE, PAGE + 1), (150, 0)])
+def test_cold_equals_warm(driver: Driver, length: int, window: int) -> None:
+    test_cuda_bits.test_cold_equals_warm(driver, length, window)
+
+
+def test_chunks_leave_the_same_pages(any_driver: Driver) -> None:
+    test_cuda_bits.test_chunks_leave_the_same_pages(any_driver, 19)
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_company_changes_nothing(driver: Driver, rows: int) -> None:
+    test_cuda_bits.test_company_changes_nothing(driver, rows)
+
+
+def test_steps_in_one_plan(driver: Driver) -> None:
+    test_cuda_bits.test_steps_in_one_plan(driver, 8)
+
+
+def test_any_mix_in_one_plan(driver: Driver) -> None:
+    test_cuda_bits.test_any_mix_in_one_plan(driver)
+
+
+def test_many_prompts_in_one_plan(driver: Driver) -> None:
+    test_cuda_bits.test_many_prompts_in_one_plan(driver)
+
+
+def test_chains_of_parents(driver: Driver) -> None:
+    test_cuda_bits.test_chains_of_parents(driver, (70, 10, 5), 65)
+
+
+def test_decodes_never_change_a_prefix(driver: Driver) -> None:
+    test_cuda_bits.test_decodes_never_change_a_prefix(driver)
+
+
+async def test_the_scheduler_s_requests_are_what_they_are_alone(kind: Kind, mode: CacheMode) -> None:
+    spec = SPECS["plain"]
+
+    def engine_with(num_pages: int) -> ReadableEngine:
+        memory = num_pages * page_bytes(mode, spec)
+        return make_engine(kind, weights_of(spec), kv_memory=memory, cache_mode=mode, **OPTIONS)
+
+    await test_cuda_bits.check_the_scheduler_s_requests(engine_with)
+
+
+# ---- memory
+
+
+def test_limits_say_what_memory_holds(driver: Driver, mode: CacheMode) -> None:
+    limits = driver.engine.limits
+    assert limits.cache_mode is mode and limits.page_bytes == page_bytes(mode, SPECS["plain"])
+    assert limits.num_pages == (8 << 20) // limits.page_bytes
+
+
+def test_a_clone_is_the_first_tokens_of_a_page(driver: Driver) -> None:
+    parent = driver.prefix(TOKENS[:70])
+    child = driver.prefix(TOKENS[70:71], parent)
+    copied, source = (driver.engine.read_kv(held.id) for held in (child, parent))
+    assert np.array_equal(copied[:, :, :, :6], source[:, :, :, PAGE : PAGE + 6])
+    assert copied[:, :, :, 6].any()
+    driver.close(child, parent)
+
+
+def test_a_stray_read_of_a_page_given_back_shows(kind: Kind, mode: CacheMode) -> None:
+    """T18: a request reads pages that were (wrongly) released."""
+    driver = Driver(make_engine(kind, weights_of(SPECS["plain"]), kv_memory=8 << 20, cache_mode=mode, **OPTIONS))
+    prefix = driver.prefix(TOKENS[:70])
+    driver.engine.step(Plan(800, released=prefix.blocks[0] + prefix.blocks[1]))
+    with pytest.raises(EngineFault, match="not finite"):
+        driver.request(prefix, TOKENS[70:72], sampling=HOT)
