@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import struct
+import termios
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,3 +76,30 @@ def test_the_metrics_port_counts_what_was_asked(watched: Watched) -> None:
     assert value('tinyloop_calls_total{code="OK",method="Generate"}') >= 1
     assert value("tinyloop_build_info{") == 1
     assert value("process_resident_memory_bytes") > 2**20
+
+
+def test_top_shows_a_frame_as_text(watched: Watched) -> None:
+    watched.run("prefix", "create", "shown", "--tokens", IDS)
+    shown = watched.run("top", "--once", "--interval", "0.1").out
+    assert watched.address in shown and "0 running, 0 waiting" in shown
+    assert any(line.startswith("shown") and " ready " in line for line in shown.splitlines())
+    watched.run("prefix", "delete", "shown")
+
+
+def test_top_needs_a_terminal_or_once(watched: Watched) -> None:
+    assert "--once" in watched.run("top", status=2).err
+
+
+def test_top_is_live_until_q(watched: Watched) -> None:
+    outer, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    process = start("top", "--target", watched.address, stdin=inner, stdout=inner, stderr=inner)
+    os.close(inner)
+    seen, deadline = b"", time.monotonic() + TIMEOUT_S
+    while b"q quit" not in seen and time.monotonic() < deadline:
+        seen += os.read(outer, 65536)
+    assert b"by size" in seen or b"no names" in seen
+    assert watched.address.encode() in seen
+    os.write(outer, b"q")
+    assert process.wait(TIMEOUT_S) == 0
+    os.close(outer)

@@ -6,12 +6,14 @@ import asyncio
 import socket
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from rpc_harness import CONFIG, SERVER, Served, byte_tokenizer, collect, expected_tokens, ids, serving, until
 from scraping import Scrape, scrape
+from tenants_harness import STRANGER, A, B, write_tokens
 
 from tinyloop_service.app import App, LoadedModel
 from tinyloop_service.engine.api import Open, Plan
@@ -159,6 +161,11 @@ async def test_a_fault_is_an_error_and_no_rejection() -> None:
     assert seen("prefixes", state="failed") == 1
 
 
+def num_requests(served: Served) -> int:
+    load = served.scheduler.load()
+    return load.requests_running + load.requests_waiting
+
+
 async def test_gauges_while_the_engine_stands_still() -> None:
     gate = threading.Event()
     async with watched(FakeEngine(gate=gate)) as served:
@@ -173,7 +180,7 @@ async def test_gauges_while_the_engine_stands_still() -> None:
         waiting = [
             asyncio.create_task(collect(served.generation.Generate(request(5, prefix="prefixes/p")))) for _ in range(4)
         ]
-        await until(lambda: served.scheduler.load().requests_waiting >= 4)
+        await until(lambda: num_requests(served) == 7)
         load, busy = served.scheduler.load(), await scraped(served)
         gate.set()
         await asyncio.gather(*running, *waiting)
@@ -216,6 +223,26 @@ async def test_prompt_tokens_are_counted_once_whatever_happens() -> None:
     assert seen("prefix_evictions_total") == served.scheduler.load().prefix_evictions > 4
     counters = served.scheduler.counters
     assert (counters.prompt_hits, counters.prompt_hits + counters.prompt_misses) == (hits, queries)
+
+
+async def test_tenants_are_counted_apart(tmp_path: Path) -> None:
+    async with watched(tokens_file=str(write_tokens(tmp_path / "tokens.toml"))) as served:
+        async with served.client(token=A) as a, served.client(token=B) as b:
+            await a.create_prefix("p", PROMPT)
+            await a.complete(prefix="p", suffix=(1,), max_tokens=4, ignore_eos=True)
+            await b.complete((1, 2), max_tokens=2, ignore_eos=True)
+            with pytest.raises(PrefixNotFound):
+                await b.complete(prefix="p")
+        async with served.client(token=STRANGER) as stranger:
+            with pytest.raises(PermissionError):
+                await stranger.complete((1, 2))
+        seen = await scraped(served)
+    assert seen.by("prompt_tokens_total", "tenant") == {"a": 101, "b": 2}
+    assert seen.by("prefix_cache_hits_total", "tenant") == {"a": 100}
+    assert seen.by("generation_tokens_total", "tenant") == {"a": 4, "b": 2}
+    assert seen.by("choices_finished_total", "tenant") == {"a": 1, "b": 1}
+    rejections = {(dict(k)["tenant"], dict(k)["reason"]): v for k, v in seen.series("rejections_total").items()}
+    assert rejections == {("b", "PREFIX_NOT_FOUND"): 1, ("", "UNAUTHENTICATED"): 1}
 
 
 async def test_before_the_model_is_loaded_and_while_draining() -> None:

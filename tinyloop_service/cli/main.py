@@ -18,6 +18,7 @@ from tinyloop_service.cli.model import init, inspect, model
 from tinyloop_service.cli.prefix import prefix
 from tinyloop_service.cli.quantize import convert, quantize
 from tinyloop_service.cli.serve import serve
+from tinyloop_service.cli.top import top
 from tinyloop_service.errors import TinyLoopError, Unavailable
 
 INTERRUPTED = 130
@@ -39,7 +40,7 @@ def group() -> None:
     """
 
 
-for command in (serve, prefix, generate, model, init, inspect, quantize, convert, evaluate, bench, demo):
+for command in (serve, prefix, generate, model, top, init, inspect, quantize, convert, evaluate, bench, demo):
     group.add_command(command)
 
 
