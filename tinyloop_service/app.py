@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import structlog
 
 from tinyloop_service.engine.api import Engine
+from tinyloop_service.engine.cgroup import usable_memory
 from tinyloop_service.engine.tensors import with_fp16_blocks
 from tinyloop_service.engine.weights import ModelWeights, read_model
 from tinyloop_service.errors import InvalidArgument
@@ -121,8 +122,8 @@ def _cpu_engine(weights: ModelWeights, settings: EngineSettings, progress: Progr
 
 
 def default_kv_memory() -> int:
-    """Bytes for the CPU engine: a quarter of the machine's memory, at most 2 GiB."""
-    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4, 2 * 2**30)
+    """Bytes for the CPU engine: a quarter of the memory that may be used, at most 2 GiB."""
+    return min(usable_memory() // 4, 2 * 2**30)
 
 
 def load_model(path: str | Path, settings: EngineSettings, *, progress: Progress | None = None) -> LoadedModel:

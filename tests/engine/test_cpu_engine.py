@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -98,7 +97,7 @@ def test_no_row_multiple_is_a_fault() -> None:
 
 
 def test_threads_by_the_size_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr("tinyloop_service.engine.cpu.engine.usable_cores", lambda: 8)
     assert useful_threads(read_model(MODEL_PATH).spec) == 1
     assert useful_threads(SIZES["407m"]) == 8  # 67 M weights a block: every core
 

@@ -6,7 +6,6 @@ plan go through the weights together, as one matrix.  Refuses to know about name
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Finished, Limits, Plan, Prefill, RowOutput, SequenceId, StepResult
 from tinyloop_service.engine.cache_modes import check_mode, page_bytes
+from tinyloop_service.engine.cgroup import usable_cores
 from tinyloop_service.engine.cpu.decoding import DecodeGroup, GroupKey
 from tinyloop_service.engine.cpu.memory import PagePool
 from tinyloop_service.engine.cpu.model import Model, Pass
@@ -259,13 +259,13 @@ def _kept_logits(sequence: Sequence) -> NDArray[np.float32]:
 
 
 def useful_threads(spec: ModelSpec) -> int:
-    """One thread for every 4 M weights of a block, at most one per core.
+    """One thread for every 4 M weights of a block, at most one per core that may be used.
 
     Threads wait for one another after every product.  At 2.4 M weights a second one gained nothing on an idle machine,
     and cost half the speed where the server's event loop or a client wanted the core.
     """
     block_weights = spec.d_model * (2 * spec.q_dim + 2 * spec.kv_dim + 3 * spec.d_ff)
-    return max(1, min(len(os.sched_getaffinity(0)), block_weights // 4_000_000))
+    return max(1, min(usable_cores(), block_weights // 4_000_000))
 
 
 def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode) -> Limits:
