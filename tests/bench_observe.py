@@ -30,7 +30,7 @@ LIMITS = replace(FAKE_LIMITS, num_pages=60_000, max_rows=256)
 
 def observation() -> Observation:
     """As a server with a metrics port has it; the port itself is not opened."""
-    return Observation(ServerSettings(metrics_listen="127.0.0.1:0"))
+    return Observation(ServerSettings(metrics_listen="127.0.0.1:0"), "here")
 
 
 async def seconds_of_a_round(observer: Observer, rows: int, new_tokens: int) -> float:

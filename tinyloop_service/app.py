@@ -157,8 +157,9 @@ class App:
     def __init__(self, settings: Settings, load: Callable[[], LoadedModel]) -> None:
         self._settings = settings
         self._load = load
-        self._observation = Observation(settings.server)
-        self._backend = Backend(settings.server.replica or socket.gethostname(), self._observation)
+        replica = settings.server.replica or socket.gethostname()
+        self._observation = Observation(settings.server, replica)
+        self._backend = Backend(replica, self._observation)
         self._scheduler: Scheduler | None = None
         self._health = Health()
         self._tokens: TokensFile | None = None
@@ -270,7 +271,6 @@ class App:
         self._backend.open(scheduler, loaded.config)
         self._observation.open(
             scheduler.load,
-            replica=self._backend.replica,
             model_id=limits.model_id,
             engine=scheduler.engine_name,
             cache_mode=limits.cache_mode.value,

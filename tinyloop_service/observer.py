@@ -67,6 +67,16 @@ class RequestRecord:
         """Every choice came to an end of its own."""
         return bool(self.end_ns) and not {"cancelled", "error"} & set(self.finish_reasons)
 
+    def phases(self, left_ns: int) -> list[tuple[str, int, int]]:
+        """Name, start and end of what it went through, one after the other, as far as it came; `left_ns`: when the
+        caller had it all, or was gone."""
+        marks = [("queue", self.arrival_ns), ("prefill", self.admitted_ns), ("decode", self.first_token_ns)]
+        if self.is_complete:
+            marks.append(("delivery", self.end_ns))
+        begun = [(name, start_ns) for name, start_ns in marks if start_ns]
+        ends = [start_ns for _, start_ns in begun[1:]] + [max(left_ns, self.end_ns)]
+        return [(name, start_ns, end_ns) for (name, start_ns), end_ns in zip(begun, ends, strict=True)]
+
     def cut_short(self, reason: str, now_ns: int) -> None:
         """The choices that have not ended end with `reason`: cancelled or error."""
         self.finish_reasons += [reason] * (self.num_choices - len(self.finish_reasons))

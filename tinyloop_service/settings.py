@@ -126,6 +126,8 @@ class ServerSettings:
     log_level: LogLevel = LogLevel.INFO
     log_format: LogFormat = LogFormat.CONSOLE
     metrics_listen: str | None = None  # where Prometheus reads, by HTTP; None: nowhere
+    otlp_endpoint: str | None = None  # where traces go, http(s)://HOST:PORT of an OTLP/gRPC receiver; None: nowhere
+    trace_share: float = 1.0  # of the calls whose caller does not say whether to trace them
     slow_request_s: float | None = 30.0  # a call that takes longer is logged as a warning, with its phases
 
     def __post_init__(self) -> None:
@@ -141,6 +143,13 @@ class ServerSettings:
         slow_s, metrics = self.slow_request_s, self.metrics_listen or ""
         _require(slow_s is None or slow_s > 0, "slow_request_s", f"{slow_s} given, above 0 expected, or none")
         _require(not metrics.startswith("unix:"), "metrics_listen", f"{metrics!r} given, HOST:PORT expected")
+        _require(0.0 <= self.trace_share <= 1.0, "trace_share", f"{self.trace_share} given, 0 to 1 expected")
+        endpoint = self.otlp_endpoint or "http://"
+        _require(
+            endpoint.startswith(("http://", "https://")),
+            "otlp_endpoint",
+            f"{endpoint!r} given, http://HOST:PORT or https://HOST:PORT expected",
+        )
         age = self.max_connection_age_s
         _require(age is None or age > 0, "max_connection_age_s", f"{age} given, above 0 expected")
         _require(self.max_request_bytes >= 2**16, "max_request_bytes", f"{self.max_request_bytes} given, 64KiB or more")

@@ -7,6 +7,8 @@ import json
 import os
 import pty
 import struct
+import subprocess
+import sys
 import termios
 import time
 import urllib.request
@@ -103,3 +105,19 @@ def test_top_is_live_until_q(watched: Watched) -> None:
     os.write(outer, b"q")
     assert process.wait(TIMEOUT_S) == 0
     os.close(outer)
+
+
+def test_what_libraries_say_has_the_form_of_the_log() -> None:
+    code = (
+        "import logging; from tinyloop_service.observe.logs import configure_logging\n"
+        "from tinyloop_service.settings import LogFormat, ServerSettings\n"
+        "configure_logging(ServerSettings(log_format=LogFormat.JSON))\n"
+        "logging.getLogger('some.library').warning('it is %s', 'late')\n"
+        "logging.getLogger('some.library').info('chatter')\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: logging.getLogger('some.library').exception('it broke')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    late, broke = map(json.loads, done.stderr.splitlines())
+    assert (late["event"], late["level"]) == ("it is late", "warning")
+    assert (broke["event"], broke["level"]) == ("it broke", "error") and "ZeroDivisionError" in broke["exception"]

@@ -100,6 +100,10 @@ def test_a_malformed_address_is_refused_even_with_the_flag(address: str) -> None
         lambda: ServerSettings(tls_client_ca="a"),
         lambda: ServerSettings(max_connection_age_s=0),
         lambda: ServerSettings(max_request_bytes=10),
+        lambda: ServerSettings(metrics_listen="unix:/run/metrics.sock"),
+        lambda: ServerSettings(otlp_endpoint="localhost:4317"),
+        lambda: ServerSettings(trace_share=1.5),
+        lambda: ServerSettings(slow_request_s=0),
     ],
 )
 def test_values_that_make_no_sense_are_refused(bad: object) -> None:

@@ -62,6 +62,7 @@ SETTING_FLAGS = {
     "drain_grace_s": "Seconds that running requests get to finish after SIGTERM.  [default: 30]",
     "log_level": "debug, info, warning or error.  [default: info]",
     "metrics_listen": "Where Prometheus reads metrics by HTTP; none for nowhere.  [default: none]",
+    "otlp_endpoint": "Where traces go: http://HOST:PORT of an OTLP/gRPC receiver; none for nowhere.  [default: none]",
     "slow_request_s": "Log calls that take longer than this, in seconds, as warnings; none: never.  [default: 30]",
     "log_format": "console for people, json for machines.  [default: console]",
 }

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     "tls_client_ca",
     "reflection",
     "insecure_any_address",
+    "otlp_endpoint",
     "slow_request_s",
     "log_level",
     "log_format",

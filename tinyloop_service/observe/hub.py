@@ -5,9 +5,12 @@ In: what scheduler and RPCs tell it.  Out: the same to whoever is switched on; a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
+from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.exposition import MetricsServer, Snapshot
 from tinyloop_service.observe.logs import log_call
 from tinyloop_service.observe.metrics import Metrics
@@ -15,12 +18,20 @@ from tinyloop_service.observer import UNWATCHED, BuildRecord, CallRecord, Observ
 from tinyloop_service.settings import ServerSettings
 from tinyloop_service.types import Load
 
+if TYPE_CHECKING:
+    from tinyloop_service.observe.traces import Traces
+
+_VERSION = version("tinyloop-service")
+
 
 class Observation:
     """An `Observer`.  Logs calls from the start; counts if there is a metrics port."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, replica: str) -> None:
+        """Raises InvalidArgument where traces are asked for and OpenTelemetry is not installed."""
         self._settings = settings
+        self._replica = replica
+        self._traces = _traces(settings, replica) if settings.otlp_endpoint is not None else None
         self._slow_ns = float("inf") if settings.slow_request_s is None else settings.slow_request_s * 1e9
         self._metrics = Metrics()
         self._counting: Observer = self._metrics if settings.metrics_listen is not None else UNWATCHED
@@ -42,8 +53,8 @@ class Observation:
             self._server = MetricsServer(self._settings.metrics_listen, self.snapshot)
 
     def open(self, load: Callable[[], Load], **facts: str) -> None:
-        """The model is loaded.  `facts`: the labels of tinyloop_build_info besides the version."""
-        self._load, self._facts = load, {"version": version("tinyloop-service"), **facts}
+        """The model is loaded.  `facts`: the labels of tinyloop_build_info besides version and replica."""
+        self._load, self._facts = load, {"version": _VERSION, "replica": self._replica, **facts}
 
     def drain(self) -> None:
         """From now on the server is not ready."""
@@ -52,6 +63,8 @@ class Observation:
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
 
     def snapshot(self) -> Snapshot:
         """All metrics of this moment."""
@@ -81,4 +94,16 @@ class Observation:
 
     def call_ended(self, call: CallRecord) -> None:
         self._counting.call_ended(call)
-        log_call(call, self._slow_ns, None)
+        trace_id = self._traces.call_ended(call) if self._traces is not None else None
+        log_call(call, self._slow_ns, trace_id)
+
+
+def _traces(settings: ServerSettings, replica: str) -> Traces:
+    try:
+        from tinyloop_service.observe import traces  # its library is an extra
+    except ImportError as error:
+        raise InvalidArgument(
+            "otlp_endpoint", f"given, but {error.name} is not installed; pip install 'tinyloop-service[otel]'"
+        ) from None
+    exporter = traces.otlp_exporter(settings.otlp_endpoint or "")
+    return traces.Traces(exporter, share=settings.trace_share, replica=replica, version=_VERSION)

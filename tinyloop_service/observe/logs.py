@@ -38,6 +38,14 @@ def configure_logging(settings: ServerSettings) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+    logging.basicConfig(handlers=[_Forward()], level=logging.WARNING, force=True)
+
+
+class _Forward(logging.Handler):
+    """What libraries have to say comes in the same form."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        structlog.get_logger(record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info)
 
 
 def log_call(call: CallRecord, slow_ns: float, trace_id: str | None) -> None:
@@ -50,7 +58,7 @@ def log_call(call: CallRecord, slow_ns: float, trace_id: str | None) -> None:
         return
     event = "refused" if call.reason else {"OK": "answered"}.get(call.code, "cancelled")
     if call.duration_ns >= slow_ns and call.method not in _ENDLESS:
-        _log.warning("slow request", outcome=event, **facts, **_phases(call))
+        _log.warning("slow request", outcome=event, **{**facts, **_phases(call)})
     else:
         _log.info(event, **facts)
 
@@ -85,13 +93,10 @@ def _facts(call: CallRecord) -> dict[str, Any]:
 
 def _phases(call: CallRecord) -> dict[str, float]:
     """Where the time of a call went, as far as it came."""
-    request = call.request
     build_start_ns, build_end_ns = call.build_times()
     phases = {"build_ms": _ms(build_end_ns - build_start_ns)} if build_end_ns else {}
-    if request is not None and request.first_token_ns:
-        phases["prefill_ms"] = _ms(request.first_token_ns - request.admitted_ns)
-        phases["decode_ms"] = _ms(request.last_token_ns - request.first_token_ns)
-        phases["delivery_ms"] = _ms(call.end_ns - request.last_token_ns)
+    for name, start_ns, end_ns in call.request.phases(call.end_ns) if call.request is not None else ():
+        phases[f"{name}_ms"] = _ms(end_ns - start_ns)
     return phases
 
 
