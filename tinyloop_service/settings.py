@@ -174,6 +174,29 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """As whom the commands that call a server call it, and over what."""
+
+    token: str | None = field(default=None, repr=False)  # the bearer token itself
+    token_file: str | None = None  # a file that holds it
+    tls: bool = False  # speak TLS and trust the system's roots
+    tls_ca: str | None = None  # speak TLS and trust the authorities in this PEM file
+    client_cert: str | None = None  # PEM file of a certificate to show
+    client_key: str | None = None  # PEM file of its key
+
+    def __post_init__(self) -> None:
+        _require(not (self.token and self.token_file), "token_file", "given beside a token; leave one of them out")
+        is_whole = (self.client_cert is None) == (self.client_key is None)
+        _require(is_whole, "client_cert", "one of client_cert and client_key given; give both, or neither")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self:
+        """As `Settings.from_environment`."""
+        settings: Self = _read_group(cls, environment)
+        return settings
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """All of a server's settings."""
 

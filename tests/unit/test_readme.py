@@ -14,8 +14,11 @@ from tinyloop_service.cli.main import group
 from tinyloop_service.cli.options import SETTING_FLAGS, SETTING_SWITCHES
 from tinyloop_service.errors import BudgetExceeded, ModelFileError, TinyLoopError, Unavailable
 from tinyloop_service.observe.exposition import FAMILIES, Counter, Distribution, Gauge
+from tinyloop_service.rpc.caller import Right
 from tinyloop_service.rpc.status import TABLE
-from tinyloop_service.settings import EngineSettings, SchedulerSettings, ServerSettings
+from tinyloop_service.rpc.tokens import parse_tokens
+from tinyloop_service.settings import ClientSettings, EngineSettings, SchedulerSettings, ServerSettings
+from tinyloop_service.types import Quota
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -55,6 +58,23 @@ def test_the_metrics_table_is_the_metrics() -> None:
     kinds = {Counter: "counter", Gauge: "gauge", Distribution: "histogram"}
     stated = [tuple(row[:3]) for row in rows("Watching it") if row[1] in kinds.values()]
     assert stated == [(f"`{f.name}`", kinds[type(f)], ", ".join(f.labels)) for f in FAMILIES]
+
+
+def test_the_table_of_clients_is_their_settings() -> None:
+    stated = {row[0]: row[1] for row in rows("Who may call") if row[0].startswith("`TINYLOOP_")}
+    names = [field.name for field in fields(ClientSettings)]
+    assert list(stated) == [f"`TINYLOOP_{name.upper()}`" for name in names]
+    flags = {option for parameter in group.commands["model"].params for option in parameter.opts}
+    assert all(not flag or flag.strip("`") in flags for flag in stated.values())
+    assert "--token" not in flags
+
+
+def test_the_tokens_file_in_readme_is_one_and_every_right_and_quota_is_explained() -> None:
+    [example] = re.findall(r"```toml\n(.*?)```", section("Who may call"), re.DOTALL)
+    tokens = parse_tokens(example.encode())
+    assert tokens.caller("test") is not None and tokens.quotas.keys() == {"acme"}
+    explained = {row[0].strip("`") for row in rows("Who may call")}
+    assert {*Right, *(field.name for field in fields(Quota))} <= explained
 
 
 def test_every_flag_is_a_setting() -> None:

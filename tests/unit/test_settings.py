@@ -7,7 +7,14 @@ from dataclasses import fields
 import pytest
 
 from tinyloop_service.errors import InvalidArgument
-from tinyloop_service.settings import EngineSettings, LogFormat, SchedulerSettings, ServerSettings, Settings
+from tinyloop_service.settings import (
+    ClientSettings,
+    EngineSettings,
+    LogFormat,
+    SchedulerSettings,
+    ServerSettings,
+    Settings,
+)
 from tinyloop_service.types import CacheMode
 
 
@@ -16,7 +23,9 @@ def test_an_empty_environment_gives_the_defaults() -> None:
 
 
 def test_every_field_has_a_variable_of_its_own() -> None:
-    names = [f.name for group in (EngineSettings, SchedulerSettings, ServerSettings) for f in fields(group)]
+    names = [
+        f.name for group in (EngineSettings, SchedulerSettings, ServerSettings, ClientSettings) for f in fields(group)
+    ]
     assert len(names) == len(set(names)), "two groups share a field name, so a variable would set both"
 
 
@@ -146,3 +155,12 @@ def test_contradictions_about_the_cache_mode_are_refused(environment: str, named
     with pytest.raises(InvalidArgument) as caught:
         Settings.from_environment(given)
     assert all(name in str(caught.value) for name in named), str(caught.value)
+
+
+def test_a_client_is_read_from_its_own_variables_and_keeps_its_token_to_itself() -> None:
+    settings = ClientSettings.from_environment({"TINYLOOP_TOKEN": " tl_1\n", "TINYLOOP_TLS": "yes"})
+    assert settings == ClientSettings(token="tl_1", tls=True)
+    assert "tl_1" not in repr(settings)
+    for given in ({"token": "t", "token_file": "f"}, {"client_cert": "c"}, {"client_key": "k"}):
+        with pytest.raises(InvalidArgument):
+            ClientSettings(**given)

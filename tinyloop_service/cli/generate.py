@@ -11,7 +11,8 @@ import click
 from rich.text import Text
 
 from tinyloop_service.cli import output
-from tinyloop_service.cli.options import client_options, input_options, json_option, parse_token_ids, read_input
+from tinyloop_service.cli.connection import Connection, client_options
+from tinyloop_service.cli.options import input_options, json_option, parse_token_ids, read_input
 from tinyloop_service.client import Client
 from tinyloop_service.completion import Completion, Delta
 from tinyloop_service.types import TokenIds
@@ -56,8 +57,7 @@ def generate(
     stop: tuple[str, ...],
     stop_tokens: tuple[TokenIds, ...],
     ids: bool,
-    target: str,
-    timeout: float | None,
+    server: Connection,
     as_json: bool,
     **parameters: Any,
 ) -> None:
@@ -80,7 +80,7 @@ def generate(
         raise click.UsageError("log-probabilities are printed with --json only; add it")
     parameters["stop_sequences"] = (*stop, *stop_tokens)
     start = {"prompt": content} if prefix is None else {"prefix": prefix, "suffix": () if content is None else content}
-    with Client(target, timeout=timeout) as client:
+    with server.client() as client:
         if as_json:
             with output.waiting("generating"):
                 completion = client.complete(**start, **parameters)

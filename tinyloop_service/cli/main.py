@@ -18,11 +18,16 @@ from tinyloop_service.cli.model import init, inspect, model
 from tinyloop_service.cli.prefix import prefix
 from tinyloop_service.cli.quantize import convert, quantize
 from tinyloop_service.cli.serve import serve
+from tinyloop_service.cli.token import token
 from tinyloop_service.cli.top import top
-from tinyloop_service.errors import TinyLoopError, Unavailable
+from tinyloop_service.errors import TinyLoopError, Unauthenticated, Unavailable
 
 INTERRUPTED = 130
-_WAY_OUT = "; is it running?  Start one with `tinyloop serve`, or name another with --target"
+_WAYS_OUT = {
+    Unavailable: "; is it running, and does it speak TLS (--tls-ca)?  Start one with `tinyloop serve`, or name another "
+    "with --target",
+    Unauthenticated: "; set TINYLOOP_TOKEN, or give --token-file",
+}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -40,7 +45,7 @@ def group() -> None:
     """
 
 
-for command in (serve, prefix, generate, model, top, init, inspect, quantize, convert, evaluate, bench, demo):
+for command in (serve, token, prefix, generate, model, top, init, inspect, quantize, convert, evaluate, bench, demo):
     group.add_command(command)
 
 
@@ -64,11 +69,11 @@ def _status(arguments: list[str] | None) -> int:
     except BrokenPipeError:  # `tinyloop ... | head`: whoever read is content
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (TinyLoopError, ValueError) as error:
+        output.print_error(f"{error}{_WAYS_OUT.get(type(error), '')}")
+        return 1
     except OSError as error:
         output.print_error(_file_trouble(error))
-        return 1
-    except (TinyLoopError, ValueError) as error:
-        output.print_error(f"{error}{_WAY_OUT if type(error) is Unavailable else ''}")
         return 1
 
 

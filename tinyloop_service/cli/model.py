@@ -10,8 +10,9 @@ from typing import Any
 import click
 
 from tinyloop_service.cli import output
+from tinyloop_service.cli.connection import Connection, client_options
 from tinyloop_service.cli.made import made_facts
-from tinyloop_service.cli.options import client_options, json_option
+from tinyloop_service.cli.options import json_option
 
 SIZES = ("tiny", "407m")
 
@@ -91,7 +92,7 @@ def inspect(path: Path, as_json: bool) -> None:
 @click.command()
 @client_options
 @json_option
-def model(target: str, timeout: float | None, as_json: bool) -> None:
+def model(server: Connection, as_json: bool) -> None:
     """Show the model that a server runs, and what it allows.
 
     \b
@@ -99,9 +100,7 @@ def model(target: str, timeout: float | None, as_json: bool) -> None:
       tinyloop model
       tinyloop model --target 127.0.0.1:50051 --json
     """
-    from tinyloop_service.client import Client
-
-    with Client(target, timeout=timeout) as client:
+    with server.client() as client:
         info = client.model()
     if as_json:
         output.print_json(output.plain(info))

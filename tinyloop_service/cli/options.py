@@ -18,7 +18,6 @@ from tinyloop_service.types import TokenIds
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DEFAULT_TARGET = "127.0.0.1:50051"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, None: 1.0}
 
@@ -97,16 +96,6 @@ def read_settings(given: Mapping[str, object]) -> Settings:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
-
-
-def client_options(command: F) -> F:
-    """--target and --timeout: which server, and how long to wait for it."""
-    command = click.option(
-        "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Give up after this long."
-    )(command)
-    return click.option(
-        "--target", "-t", metavar="HOST:PORT", default=DEFAULT_TARGET, show_default=True, help="The server."
-    )(command)
 
 
 def input_options(command: F) -> F:

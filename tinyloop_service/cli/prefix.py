@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tinyloop_service.cli import output
-from tinyloop_service.cli.options import client_options, input_options, json_option, parse_duration, read_input
-from tinyloop_service.client import AsyncClient, Client, Prefix
+from tinyloop_service.cli.connection import Connection, client_options
+from tinyloop_service.cli.options import input_options, json_option, parse_duration, read_input
+from tinyloop_service.client import AsyncClient, Prefix
 from tinyloop_service.errors import PrefixNotFound
 from tinyloop_service.types import PrefixState, TokenIds
 
@@ -62,8 +63,7 @@ def create(
     pin: bool,
     parent: str | None,
     no_wait: bool,
-    target: str,
-    timeout: float | None,
+    server: Connection,
     as_json: bool,
 ) -> None:
     """Build a prefix from TEXT, a file or token ids, and keep it under NAME.
@@ -83,7 +83,7 @@ def create(
         raise click.UsageError("nothing to build from; give TEXT, --file or --tokens")
 
     async def run() -> Prefix:
-        async with AsyncClient(target, timeout=timeout) as client:
+        async with server.async_client() as client:
             building = asyncio.create_task(
                 client.create_prefix(
                     name,
@@ -116,21 +116,21 @@ async def _show_progress(client: AsyncClient, name: str, building: asyncio.Task[
 @click.argument("name")
 @client_options
 @json_option
-def get(name: str, target: str, timeout: float | None, as_json: bool) -> None:
+def get(name: str, server: Connection, as_json: bool) -> None:
     """Show one prefix.
 
     \b
     Example:
       tinyloop prefix get rag --json
     """
-    with Client(target, timeout=timeout) as client:
+    with server.client() as client:
         _show(client.get_prefix(name), as_json)
 
 
 @prefix.command("list")
 @client_options
 @json_option
-def list_prefixes(target: str, timeout: float | None, as_json: bool) -> None:
+def list_prefixes(server: Connection, as_json: bool) -> None:
     """List the prefixes, by name.
 
     \b
@@ -138,7 +138,7 @@ def list_prefixes(target: str, timeout: float | None, as_json: bool) -> None:
       tinyloop prefix list
       tinyloop prefix list --json | python3 -c 'import json,sys; print([p["id"] for p in json.load(sys.stdin)])'
     """
-    with Client(target, timeout=timeout) as client:
+    with server.client() as client:
         prefixes = client.list_prefixes()
     if as_json:
         output.print_json([output.plain(item) for item in prefixes])
@@ -160,8 +160,7 @@ def update(
     ttl: timedelta | None,
     no_expiry: bool,
     pin: bool | None,
-    target: str,
-    timeout: float | None,
+    server: Connection,
     as_json: bool,
 ) -> None:
     """Change when a prefix expires, or whether it is pinned.  Its content never changes.
@@ -180,21 +179,21 @@ def update(
         changes["pinned"] = pin
     if not changes:
         raise click.UsageError("nothing to change; give --ttl, --no-expiry, --pin or --unpin")
-    with Client(target, timeout=timeout) as client:
+    with server.client() as client:
         _show(client.update_prefix(name, **changes), as_json)
 
 
 @prefix.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @client_options
-def delete(names: tuple[str, ...], target: str, timeout: float | None) -> None:
+def delete(names: tuple[str, ...], server: Connection) -> None:
     """Delete prefixes.  The names end at once; requests that run finish.
 
     \b
     Example:
       tinyloop prefix delete rag genesis
     """
-    with Client(target, timeout=timeout) as client:
+    with server.client() as client:
         for name in names:
             client.delete_prefix(name)
             output.err.print(f"deleted {name}")
@@ -204,7 +203,7 @@ def delete(names: tuple[str, ...], target: str, timeout: float | None) -> None:
 @click.argument("name")
 @client_options
 @json_option
-def watch(name: str, target: str, timeout: float | None, as_json: bool) -> None:
+def watch(name: str, server: Connection, as_json: bool) -> None:
     """Follow a build until it is ready or failed: exit status 0 or 1.
 
     \b
@@ -212,7 +211,7 @@ def watch(name: str, target: str, timeout: float | None, as_json: bool) -> None:
       tinyloop prefix create rag --file big.txt --no-wait && tinyloop prefix watch rag
     """
     last: Prefix | None = None
-    with Client(target, timeout=timeout) as client:
+    with server.client() as client:
         for last in client.watch_prefix(name):
             if as_json:
                 output.print_json(output.plain(last))

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from tinyloop_service.cli import output
-from tinyloop_service.cli.options import client_options
+from tinyloop_service.cli.connection import Connection, client_options
 from tinyloop_service.cli.top_view import BAR, ORDERS, Frame, Sample, render
 from tinyloop_service.client import Client
 from tinyloop_service.client.results import ModelInfo
@@ -37,7 +37,7 @@ WIDTH = 110  # columns, where no terminal says how many there are
 @click.option("--sort", type=click.Choice(ORDERS), default=ORDERS[0], show_default=True, help="Order of prefixes.")
 @click.option("--once", is_flag=True, help="One frame as text, of two samples an interval apart.")
 @client_options
-def top(interval: float, sort: str, once: bool, target: str, timeout: float | None) -> None:
+def top(interval: float, sort: str, once: bool, server: Connection) -> None:
     """Show what a server is doing: rows, queue, memory, tokens a second, prefixes by size and use.
 
     Keys: q ends it, s changes the order of prefixes.  When the server goes away it waits for it to come back.
@@ -50,8 +50,8 @@ def top(interval: float, sort: str, once: bool, target: str, timeout: float | No
     """
     if not (once or output.out.is_terminal):
         raise click.UsageError("standard output is no terminal; give --once for one frame as text")
-    with Client(target, timeout=timeout or _ASK_S) as client:
-        watch = _Watch(client, target, sort)
+    with server.client(default_timeout=_ASK_S) as client:
+        watch = _Watch(client, server.target, sort)
         if not once:
             _run(watch, interval)
             return
