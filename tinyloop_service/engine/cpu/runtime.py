@@ -10,8 +10,12 @@ The pool is made once; a later engine that asks for another number of threads ge
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+# Its builds report to their maker over HTTPS unless told otherwise before they load; what runs here is nobody else's.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import numpy as np
 import onnxruntime as ort
