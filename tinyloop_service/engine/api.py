@@ -57,6 +57,9 @@ class Limits:
     busy_steps: int = 1  # of them, while somebody waits for the next plan; several where a step is short
     split_tokens: int = PAGE_TOKENS  # the fixed length of an attention split, a multiple of PAGE_TOKENS
     active_page_bytes: int = 0  # of a page in the form that is read, where that is not the stored one; else 0
+    pages_per_active: int = (
+        0  # stored pages that fit where an active one lies; 0: memory has no such rooms, bytes count
+    )
 
     @property
     def has_active_form(self) -> bool:
@@ -73,7 +76,7 @@ class Limits:
         """Pages of budget that the active form of positions start … end−1 occupies, rounded out to splits."""
         splits = -(-end // self.split_tokens) - start // self.split_tokens if end > start else 0
         pages = splits * (self.split_tokens // PAGE_TOKENS) * self.cache_layers(loops)
-        return -(-pages * self.active_page_bytes // self.page_bytes)
+        return pages * self.pages_per_active or -(-pages * self.active_page_bytes // self.page_bytes)
 
 
 @dataclass(frozen=True, slots=True)

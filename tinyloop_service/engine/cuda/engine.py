@@ -21,14 +21,17 @@ from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.flight import Flight, PendingStep
 from tinyloop_service.engine.cuda.machine import Machine
 from tinyloop_service.engine.cuda.memory import MOST_SLOTS, Arena, Budget, Layout, max_blocks
+from tinyloop_service.engine.cuda.pages import Pages, PlainPages, SlabPages
 from tinyloop_service.engine.cuda.products import FIXED_ROWS, Products
 from tinyloop_service.engine.cuda.projection import Coded, Direct
 from tinyloop_service.engine.cuda.prompt import PromptPass
 from tinyloop_service.engine.cuda.selfcheck import check_products, check_rows
 from tinyloop_service.engine.cuda.sequences import SequenceTable
+from tinyloop_service.engine.cuda.slabs import SlabPool
 from tinyloop_service.engine.cuda.weights import load_weights, weight_bytes
 from tinyloop_service.engine.cuda.work import Planner
 from tinyloop_service.engine.limits import limits_of
+from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.errors import EngineFault, InvalidArgument
 from tinyloop_service.kernels.device import Device
@@ -85,13 +88,15 @@ class CudaEngine:
         prompt = PromptPass(
             device, model, arena, products, projection, max_rows=max_rows, max_last=row_counts[-1]
         )  # fmt: skip
-        self._table = SequenceTable(slots, spec.cache_layers(spec.max_loops), max_blocks(spec))
-        self._planner: Planner | None = Planner(self._table, arena, sampler, decoder, prompt, debug=debug)
-        self._machine: Machine | None = Machine(device, spec, arena, sampler, decoder, prompt)
         self._flights = [Flight(device), Flight(device)]
-        num_pages = budget.num_pages(layout, spec, device.memory()[0])
-        arena.take_pages(device, layout, num_pages)
-        self._limits = _limits(weights, layout, num_pages, max_chunk)
+        num_slabs = budget.num_slabs(layout, spec, device.memory()[0])
+        arena.take_pool(device, layout, num_slabs)
+        self._table = SequenceTable(slots, spec.cache_layers(spec.max_loops), max_blocks(spec))
+        self._pages = _pages(layout, spec, self._table, arena, num_slabs, max_rows // PAGE_TOKENS)
+        planner = Planner(self._table, self._pages, arena, sampler, decoder, prompt, debug=debug)
+        self._planner: Planner | None = planner
+        self._machine: Machine | None = Machine(device, spec, arena, sampler, decoder, prompt)
+        self._limits = _limits(weights, layout, num_slabs, max_chunk)
         self._warm(self._machine, say)
 
     @property
@@ -106,7 +111,10 @@ class CudaEngine:
         flight.begin()
         self._flights.reverse()
         try:
-            self._machine.launch(self._planner.work(plan, flight.staging), flight)
+            work = self._planner.work(plan, flight.staging)
+            self._machine.begin(work, flight)
+            self._planner.begun()
+            self._machine.launch(work, flight)
         except EngineFault:
             raise
         except Exception as error:
@@ -138,7 +146,9 @@ class CudaEngine:
         assert self._machine is not None
         sequence = self._table[seq]
         tokens = sequence.length - sequence.first_block * PAGE_TOKENS
-        return self._machine.read_pages(sequence.blocks[: -(-tokens // PAGE_TOKENS)])[:, :, :, :tokens]
+        filled = sequence.blocks[: -(-tokens // PAGE_TOKENS)]
+        blocks = np.array(filled, np.int32).reshape(len(filled), self._machine.spec.cache_layers(sequence.loops))
+        return self._machine.read_pages(self._pages.find(blocks.T))[:, :, :, :tokens]
 
     def read_logits(self, prefix: SequenceId) -> NDArray[np.float32]:
         """The logits (vocab_size,) of a built prefix's last token.  For tests and tools, as `read_kv`."""
@@ -171,12 +181,23 @@ class CudaEngine:
         check_rows(self, decoder.row_counts)
 
 
-def _limits(weights: ModelWeights, layout: Layout, num_pages: int, max_chunk: int) -> Limits:
+def _pages(
+    layout: Layout, spec: ModelSpec, table: SequenceTable, arena: Arena, num_slabs: int, max_rebuilt: int
+) -> Pages:
+    if not layout.stores_h:
+        return PlainPages()
+    slabs = SlabPool(num_slabs, layout.per_slab)
+    return SlabPages(spec, table, slabs, places_index=arena.places_index, max_rebuilt=max_rebuilt)
+
+
+def _limits(weights: ModelWeights, layout: Layout, num_slabs: int, max_chunk: int) -> Limits:
     return limits_of(
         weights,
         cache_mode=layout.mode,
-        num_pages=num_pages,
+        num_pages=num_slabs * layout.per_slab,
         page_bytes=layout.page_bytes,
+        active_page_bytes=layout.slab_bytes if layout.stores_h else 0,
+        pages_per_active=layout.per_slab if layout.stores_h else 0,
         max_rows=MAX_ROWS,
         max_chunk=max_chunk,
         max_steps=MAX_STEPS,

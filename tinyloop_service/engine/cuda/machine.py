@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.engine.api import PAGE_TOKENS, Block
+from tinyloop_service.engine.api import PAGE_TOKENS
 from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.flight import Flight
 from tinyloop_service.engine.cuda.memory import Arena, keys_and_values
@@ -45,10 +45,13 @@ class Machine:
         some = self.device.zeros((3,), np.int32)
         self.device.prepare(lambda: self._rehearse(some), heard)
 
-    def launch(self, work: Work, flight: Flight) -> None:
-        """Queue everything of a plan."""
+    def begin(self, work: Work, flight: Flight) -> None:
+        """Queue a plan's tables, and what must be done once, whatever becomes of the rest of it."""
         flight.staging.send()
         self.sampler.flush()
+
+    def launch(self, work: Work, flight: Flight) -> None:
+        """Queue everything else of a plan that was begun."""
         self._change_memory(work, flight)
         for first in work.first:
             self._gather_outputs(flight.staging.there(first.index))
@@ -104,12 +107,12 @@ class Machine:
         self._gather_outputs(self.device.upload(np.array([slot], np.int32)))
         return self.decoder.read_logits()
 
-    def read_pages(self, blocks: list[Block]) -> NDArray[np.float16 | np.float32]:
-        """K and V in these blocks, (layers, 2, G, 64 · blocks, D)."""
-        pages = np.array(blocks, np.int32).T  # (layers, blocks)
-        shape = (2, self.spec.n_kv_heads, pages.shape[-1] * PAGE_TOKENS, self.spec.head_dim)
+    def read_pages(self, pages: NDArray[np.int32]) -> NDArray[np.float16 | np.float32]:
+        """K and V in these pages of the pool, (layers, blocks) → (layers, 2, G, 64 · blocks, D)."""
+        num_layers, num_blocks = pages.shape
         dtype = np.float32 if is_int8(self.arena.pool) else np.float16
-        kv = np.empty((pages.shape[0] if blocks else 0, *shape), dtype)
+        shape = num_layers, 2, self.spec.n_kv_heads, num_blocks * PAGE_TOKENS, self.spec.head_dim
+        kv = np.empty(shape, dtype)
         for (layer, at), page in np.ndenumerate(pages):
             span = slice(at * PAGE_TOKENS, (at + 1) * PAGE_TOKENS)
             kv[layer, :, :, span] = keys_and_values(self.device.download(self.arena.pool[page]), self.spec)

@@ -1,14 +1,18 @@
 """What lies on the device besides weights: pages, and the tables and state of every sequence.
 
-    pool      fp16   [pages][2·G·64·D]               K [G][64][D], then V transposed [G][D][64], of 64 tokens of a layer
-              int8   [pages][64·G·(2·D + 4)]         in mode int8: levels likewise, then fp16 scales [K and V][G][64]
-    tables    int32  [slots][max_layers][max_blocks]  page of a sequence's block, its parents' included
-    token     int32  [slots]                         last sampled
-    length    int32  [slots]                         tokens whose K and V are stored
-    outputs   fp16   [slots][d_model]                a prefix's last token after the final norm: what the head reads
+    pool      fp16   [slabs][2·G·64·D]                of 64 tokens of a layer: K [G][64][D], V transposed [G][D][64];
+                                                      in h modes such an active page, or `per_slab` stored pages
+              int8   [slabs][64·G·(2·D + 4)]          in mode int8: levels likewise, then fp16 scales [K and V][G][64]
+    tables    int32  [slots][max_layers][max_blocks]  slab of a sequence's block, its parents' included
+    places    int32  [slots + 1][…][…]                in h modes: where its h is stored (`slabs.py`), −1: it is not;
+                                                      the last row names nothing
+    token     int32  [slots]                          last sampled
+    length    int32  [slots]                          tokens whose K and V are there
+    outputs   fp16   [slots][d_model]                 a prefix's last token after the final norm: what the head reads
 
-tables, token and length are one vector, `words`, so that a plan changes them in one launch.  Here is also how much of
-it all there is, and what a start with too little memory is told.
+A *slab* is a page as attention reads it; where K and V are stored, it is the stored page.  tables, places, token and
+length are one vector, `words`, so that a plan changes them in one launch.  Here is also how much of it all there is,
+and what a start with too little memory is told.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from numpy.typing import NDArray
 
 from tinyloop_service.engine import cache_modes
 from tinyloop_service.engine.api import PAGE_TOKENS
+from tinyloop_service.engine.cache_modes import H_MODES
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.kernels.device import Array, Device, Host
@@ -45,17 +50,31 @@ class Layout:
     """How a cache mode's pages lie in the pool."""
 
     mode: CacheMode
-    page_bytes: int
-    dtype: type[np.float16 | np.int8]  # of the pool, which tells kernels what a page is
+    page_bytes: int  # of a stored page
+    slab_bytes: int
+    dtype: type[np.float16 | np.int8]  # of the pool, which tells kernels what a slab is
 
     @classmethod
     def of(cls, mode: CacheMode, spec: ModelSpec) -> Layout:
-        dtype = np.int8 if mode is CacheMode.INT8 else np.float16
-        return cls(mode, cache_modes.page_bytes(mode, spec), dtype)
+        stored, read = (cache_modes.page_bytes(m, spec) for m in (mode, CacheMode.FP16 if mode in H_MODES else mode))
+        return cls(mode, stored, read, np.int8 if mode is CacheMode.INT8 else np.float16)
 
     @property
-    def page_shape(self) -> tuple[int]:
-        return (self.page_bytes // np.dtype(self.dtype).itemsize,)
+    def slab_shape(self) -> tuple[int]:
+        return (self.slab_bytes // np.dtype(self.dtype).itemsize,)
+
+    @property
+    def stores_h(self) -> bool:
+        return self.mode in H_MODES
+
+    @property
+    def per_slab(self) -> int:
+        """Stored pages that a slab has room for."""
+        return self.slab_bytes // self.page_bytes
+
+    def least_slabs(self, num_layers: int) -> int:
+        """For one block, stored and read."""
+        return num_layers + (-(-num_layers // self.per_slab) if self.stores_h else 0)
 
 
 def keys_and_values(page: Host, spec: ModelSpec) -> tuple[NDArray[np.float16 | np.float32], ...]:
@@ -90,11 +109,11 @@ class Budget:
                 f"{_WAYS_OUT}",
             )
 
-    def num_pages(self, layout: Layout, spec: ModelSpec, free_now: int) -> int:
-        """Pages in what is free after weights and buffers.  Raises InvalidArgument where they are too few to begin."""
+    def num_slabs(self, layout: Layout, spec: ModelSpec, free_now: int) -> int:
+        """In what is free after weights and buffers.  Raises InvalidArgument where they are too few to begin."""
         left = max(0, free_now - round(self.free * (1 - SHARE)))
         asked = left if self.kv_memory is None else self.kv_memory
-        least = spec.cache_layers(spec.default_loops) * layout.page_bytes
+        least = layout.least_slabs(spec.cache_layers(spec.default_loops)) * layout.slab_bytes
         if asked < least:
             given = f"{asked} bytes given" if self.kv_memory else f"{asked} bytes are left beside weights and buffers"
             raise InvalidArgument("kv_memory", f"{given}; {PAGE_TOKENS} tokens alone take {least}; {_WAYS_OUT}")
@@ -104,7 +123,7 @@ class Budget:
                 f"{asked // _MIB} MiB needed, {left // _MIB} MiB of the GPU are free beside weights and buffers; "
                 f"give less kv_memory, or {_WAYS_OUT}",
             )
-        return asked // layout.page_bytes
+        return asked // layout.slab_bytes
 
 
 class Arena:
@@ -112,17 +131,23 @@ class Arena:
 
     def __init__(self, device: Device, spec: ModelSpec, layout: Layout, num_slots: int) -> None:
         layers, blocks = spec.cache_layers(spec.max_loops), max_blocks(spec)
-        table_words = num_slots * layers * blocks
+        row = layers * blocks
+        num_places = (num_slots + 1) * row if layout.stores_h else 0
         self.num_slots = num_slots
-        self.words = device.zeros((table_words + 2 * num_slots,), np.int32)
-        self.tables = self.words[:table_words].reshape(num_slots, layers, blocks)
-        self.table_rows = self.words[:table_words].reshape(num_slots, layers * blocks)
-        self.token = self.words[table_words : table_words + num_slots]
-        self.length = self.words[table_words + num_slots :]
-        self.length_index = table_words + num_slots  # of slot 0's length in `words`
+        self.places_index = num_slots * row  # of the first place in `words`
+        self.length_index = self.places_index + num_places + num_slots  # of slot 0's length
+        start = np.zeros(self.length_index + num_slots, np.int32)
+        start[self.places_index : self.places_index + num_places] = -1
+        self.words = device.upload(start)
+        self.table_rows = self.words[: self.places_index].reshape(num_slots, row)
+        self.tables = self.table_rows.reshape(num_slots, layers, blocks)
+        self.place_rows = self.words[self.places_index : self.places_index + num_places].reshape(-1, row)
+        self.places = self.place_rows.reshape(-1, layers, blocks)
+        self.token = self.words[self.places_index + num_places : self.length_index]
+        self.length = self.words[self.length_index :]
         self.outputs = device.zeros((num_slots, spec.d_model), np.float16)
-        self.pool: Array = device.empty((0, *layout.page_shape), layout.dtype)
+        self.pool: Array = device.empty((0, *layout.slab_shape), layout.dtype)
 
-    def take_pages(self, device: Device, layout: Layout, num_pages: int) -> None:
+    def take_pool(self, device: Device, layout: Layout, num_slabs: int) -> None:
         """Last of all, for it takes what is left."""
-        self.pool = device.empty((num_pages, *layout.page_shape), layout.dtype)
+        self.pool = device.empty((num_slabs, *layout.slab_shape), layout.dtype)

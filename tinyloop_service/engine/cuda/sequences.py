@@ -2,7 +2,8 @@
 
 A *slot* is an index into the device's per-sequence arrays: its page table, its last token, its length, its sampling
 state, its kept output.  The table names the pages of the whole chain; `owners` says whose they are, so that rows which
-read a page through the same owner can share the reading.
+read a page through the same owner can share the reading.  Page ids are the scheduler's; what they mean on the device,
+`pages.py` says.
 
     positions     0 ………… parent.start ………… start ………………… length
     blocks        grandparent's     parent's      own, its copy of a partial one first
@@ -14,7 +15,7 @@ tables.  Refuses to know what lies in pages and how it is read.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -43,6 +44,7 @@ class Sequence:
     length: int
     first_block: int  # absolute index of blocks[0]
     blocks: list[Block] = field(default_factory=list)
+    active: bool = True  # its pages are there in the form that is read
     has_output: bool = False  # a prefix whose last token's output is kept
     _handed: Ints | None = None  # to children
 
@@ -53,6 +55,10 @@ class Sequence:
             self._handed = np.full(whole, self.slot, np.int32)
             self._handed[: len(self.owners)] = self.owners
         return self._handed
+
+    @property
+    def is_prefix(self) -> bool:
+        return self.sampling is None
 
     @property
     def next_block(self) -> int:
@@ -67,20 +73,26 @@ class SequenceTable:
     """All open sequences, and the layout of the device's page tables: int32 [slots][layers][blocks]."""
 
     def __init__(self, num_slots: int, max_layers: int, max_blocks: int) -> None:
-        self._max_layers, self._max_blocks = max_layers, max_blocks
+        self.max_layers, self.max_blocks = max_layers, max_blocks
         self._free = list(range(num_slots - 1, -1, -1))
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._open: dict[SequenceId, Sequence] = {}
 
     def __getitem__(self, seq: SequenceId) -> Sequence:
         return self._open[seq]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._open.values())
+
+    def peek(self, seq: SequenceId) -> Sequence | None:
+        return self._open.get(seq)
 
     def open(self, o: Open) -> Sequence:
         assert o.seq not in self._open, f"sequence {o.seq} is open already"
         parent = None if o.parent is None else self._open[o.parent]
         inherited = parent.length if parent else 0
         assert o.start == inherited, f"sequence {o.seq} starts at {o.start}, not at its parent's end {inherited}"
-        assert self._free, f"{self._num_slots} sequences are open; keep fewer prefixes in memory"
+        assert self._free, f"{self.num_slots} sequences are open; keep fewer prefixes in memory"
         owners = _NO_OWNERS if parent is None else parent.owners_for_children()
         sequence = Sequence(
             o.seq, self._free.pop(), parent, o.start, o.loops, o.cache_window, o.sampling, owners, o.start, len(owners)
@@ -96,16 +108,16 @@ class SequenceTable:
         return sequence
 
     def extend(self, extensions: Iterable[Extend]) -> Ints:
-        """Append blocks; (index into the tables, page) of each of their pages, (pages, 2)."""
+        """Append blocks; (index into the tables, page id) of each of their pages, (pages, 2)."""
         blocks: list[Block] = []
         places: list[int] = []  # in the tables, of each block's first layer
         for extension in extensions:
             sequence, count = self._open[extension.seq], len(extension.blocks)
             at, end = sequence.next_block, sequence.next_block + count
-            assert end <= self._max_blocks, f"sequence {extension.seq} grows to block {end - 1}"
+            assert end <= self.max_blocks, f"sequence {extension.seq} grows to block {end - 1}"
             sequence.blocks.extend(extension.blocks)
             blocks.extend(extension.blocks)
-            first = sequence.slot * self._max_layers * self._max_blocks
+            first = sequence.slot * self.max_layers * self.max_blocks
             places.extend(range(first + at, first + end))
         depths = list(map(len, blocks))
         written = [self._words_of(blocks, places, depths, depth) for depth in dict.fromkeys(depths)]
@@ -117,7 +129,7 @@ class SequenceTable:
             blocks = [block for block, its in zip(blocks, depths, strict=True) if its == depth]
             places = [place for place, its in zip(places, depths, strict=True) if its == depth]
         words = np.empty((len(blocks), depth, 2), np.int32)
-        layers = np.arange(depth, dtype=np.int32) * np.int32(self._max_blocks)
+        layers = np.arange(depth, dtype=np.int32) * np.int32(self.max_blocks)
         words[:, :, 0] = np.array(places, np.int32)[:, None] + layers
         pages = struct.pack(f"{len(blocks) * depth}i", *chain.from_iterable(blocks))
         words[:, :, 1] = np.frombuffer(pages, np.int32).reshape(len(blocks), depth)
@@ -125,7 +137,7 @@ class SequenceTable:
 
     def not_filled(self, extended: Ints, prefills: Iterable[Prefill]) -> Ints:
         """Of pages that `extend` gave, those that these chunks do not write from the first token to the last."""
-        slots, blocks = extended[:, 0] // (self._max_layers * self._max_blocks), extended[:, 0] % self._max_blocks
+        slots, blocks = extended[:, 0] // (self.max_layers * self.max_blocks), extended[:, 0] % self.max_blocks
         kept = np.ones(len(extended), bool)
         for prefill in prefills:
             first, end = -(-prefill.start // PAGE_TOKENS), (prefill.start + len(prefill.tokens)) // PAGE_TOKENS
@@ -134,12 +146,14 @@ class SequenceTable:
         pages: Ints = extended[kept, 1]
         return pages
 
-    def drop(self, seq: SequenceId, first_block: int) -> None:
+    def drop(self, seq: SequenceId, first_block: int) -> list[Block]:
+        """The blocks that go."""
         sequence = self._open[seq]
-        gone = first_block - sequence.first_block
-        if gone > 0:
-            del sequence.blocks[:gone]
-            sequence.first_block = first_block
+        count = max(0, first_block - sequence.first_block)
+        gone = sequence.blocks[:count]
+        del sequence.blocks[:count]
+        sequence.first_block += count
+        return gone
 
     def require_room(self, sequence: Sequence, end: int) -> None:
         """The sequence owns blocks for positions up to `end`."""

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, Span, Spli
 from tinyloop_service.engine.cuda.buffers import BatchSections
 from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.memory import Arena
+from tinyloop_service.engine.cuda.pages import Pages, StoredWork
 from tinyloop_service.engine.cuda.prompt import PassShape, PromptPass
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
 from tinyloop_service.engine.cuda.staging import Section, Staging
@@ -66,10 +68,13 @@ class DecodeWork:
 
 @dataclass(frozen=True, slots=True)
 class Work:
+    """Pages are indices into the pool."""
+
     poisoned: Section  # pages [n]
     copied: Section  # (target, source) [n, 2] rows of the page tables
     written: Section  # (index, value) [n, 2] of the arena's words
     zeroed: Section  # pages [n]
+    stored: StoredWork | None
     cloned: Section  # (source, target, tokens) [n, 3]
     first: tuple[FirstWork, ...]
     prompts: tuple[PromptWork, ...]
@@ -82,6 +87,7 @@ class Planner:
     def __init__(
         self,
         table: SequenceTable,
+        pages: Pages,
         arena: Arena,
         sampler: SamplerTables,
         decoder: Decoder,
@@ -89,42 +95,67 @@ class Planner:
         *,
         debug: bool,
     ) -> None:
-        self._table, self._arena, self._sampler = table, arena, sampler
+        self._table, self._pages, self._arena, self._sampler = table, pages, arena, sampler
         self._decoder, self._prompt, self._debug = decoder, prompt, debug
         self._splits = SplitTables()
 
     def work(self, plan: Plan, staging: Staging) -> Work:
         lengths: dict[int, int] = {}  # by slot
-        for seq in plan.close:
-            self._table.close(seq)
+        self._give_back(plan)
+        poisoned = self._pages.take_poisoned(plan.released)
         copied = self._open(plan, lengths)
-        pages = self._table.extend(plan.extend)
+        extended = self._table.extend(plan.extend)
+        activated = [self._table[seq] for seq in plan.activate]
+        changes = self._pages.change(extended, activated, plan.clone, staging)
+        zeroed = self._pages.find(self._table.not_filled(extended, plan.prefill))
+        cloned = self._clones(plan)
         first = tuple(self._first(plan.first, staging))
         prompts = tuple(self._prompts(plan.prefill, lengths, staging))
         decode = tuple(self._decodes(plan.decode, plan.num_steps, staging))
         for drop in plan.drop:
-            self._table.drop(drop.seq, drop.first_block)
+            self._pages.release(self._table.drop(drop.seq, drop.first_block))
         at = self._arena.length_index
         moved = _ints([(at + slot, length) for slot, length in lengths.items()], 2)
-        clones = [
-            (*pair, clone.num_tokens) for clone in plan.clone for pair in zip(clone.source, clone.target, strict=True)
-        ]
         return Work(
-            poisoned=staging.put(np.array(plan.released if self._debug else (), np.int32)),
+            poisoned=staging.put(poisoned if self._debug else poisoned[:0]),
             copied=staging.put(copied),
-            written=staging.put(np.concatenate([pages, moved])),
-            zeroed=staging.put(self._table.not_filled(pages, plan.prefill)),
-            cloned=staging.put(_ints(clones, 3)),
+            written=staging.put(np.concatenate([changes.written, moved])),
+            zeroed=staging.put(zeroed),
+            stored=changes.stored,
+            cloned=staging.put(cloned),
             first=first,
             prompts=prompts,
             decode=decode,
         )
+
+    def begun(self) -> None:
+        """The last Work is queued as far as its moves."""
+        self._pages.begun()
+
+    def _give_back(self, plan: Plan) -> None:
+        """What sequences that end, and active forms, had; those of failed plans may not be there."""
+        for seq in plan.close:
+            if (sequence := self._table.close(seq)) is not None:
+                self._pages.release(sequence.blocks)
+        for seq in plan.deactivate:
+            if (sequence := self._table.peek(seq)) is not None:
+                self._pages.deactivate(sequence)
+
+    def _clones(self, plan: Plan) -> Ints:
+        """(source, target, tokens) of every page, (n, 3)."""
+        source, target = (
+            self._pages.find(np.fromiter(chain.from_iterable(getattr(clone, name) for clone in plan.clone), np.int32))
+            for name in ("source", "target")
+        )
+        tokens = [clone.num_tokens for clone in plan.clone for _ in clone.source]
+        return np.stack([source, target, np.array(tokens, np.int32)], axis=1)
 
     def _open(self, plan: Plan, lengths: dict[int, int]) -> Ints:
         """Rows of the page tables to copy, (n, 2)."""
         copied = []
         for opening in plan.open:
             sequence = self._table.open(opening)
+            self._pages.open(sequence)
             lengths[sequence.slot] = sequence.length
             if sequence.parent is not None:
                 copied.append((sequence.slot, sequence.parent.slot))
