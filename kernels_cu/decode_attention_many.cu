@@ -3,7 +3,7 @@
 //
 // Items of several rows come first.  Their unit is an item and a K/V head, by 4 warps: the page, as far as any row sees
 // it, goes to shared memory once, and each warp attends tiles of 16 queries of its own, all of the page and all output
-// dims (softmax and sums stay in its registers).  Then, four at a time, items of one row, one a warp
+// dims (softmax and sums stay in its registers, where levels become halves as well).  Then, four at a time, items of one row, one a warp
 // (decode_alone.cuh).
 //
 //   work      0 …………………………… num_shared ……………………………………………… num_shared + ⌈(num_items − num_shared)/4⌉
@@ -25,6 +25,16 @@ struct SharedPage : SharedScales {
   alignas(16) Piece keys[kPageTokens][kRowPieces];
   alignas(16) Piece values[kHeadDim][kValuePieces];
 };
+
+// Where a row has a piece.  Lanes read four pieces of several rows at once, which must not meet in a bank: of halves
+// those of two neighbours, of levels those of tokens n, n + 1, n + 8 and n + 9, or of four neighbouring dims.
+DEVICE int place_of_key(int token, int piece) {
+  if (kCopyPieces == 1) return piece ^ (token % 2 * 4);
+  const int nth = token % 2 + token / 8 % 2 * 2;
+  return piece ^ ((kHeadDim == 128 ? nth : nth / 2) * 4);  // two rows of 64 bytes lie apart anyway
+}
+
+DEVICE int place_of_value(int dim, int piece) { return piece ^ ((kCopyPieces == 1 ? dim % 2 : dim / 2 % 2) * 4); }
 
 union Shared {
   SharedPage page;          // of a shared unit
@@ -107,19 +117,32 @@ DEVICE void weigh_tile(PageWeights<2>& weights, const HeldQueries& held, const Q
   weigh_page(weights, scores, sights, values, scale);
 }
 
+DEVICE const Piece& value_piece(const SharedPage& page, int group, int n, int j) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, dim = 8 * (group * kGroupTiles + n) + g;
+  return page.values[dim][place_of_value(dim, 4 * j + t)];
+}
+
+// Levels in pairs of words, as they lie: a word at a time they would meet in banks.
+DEVICE void read_group_values(GroupValues& values, const SharedPage& page, int group) {
+#pragma unroll
+  for (int j = 0; j < kTokenPieces; ++j)
+#pragma unroll
+    for (int n = 0; n < kGroupTiles; ++n) values.tiles[n][j] = value_piece(page, group, n, j);
+}
+
 // o of a group of output dims, to dims[half] where that is not null.
 DEVICE void mix_group(float* const (&dims)[2], const PageWeights<2>& weights, const SharedPage& page, int group,
                       Sight any) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  constexpr bool kReadFirst = kCopyPieces > 1;
+  GroupValues values;
+  if (kReadFirst) read_group_values(values, page, group);
   float o[kGroupTiles][4] = {};
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     if (!sees_half(any, s / 2)) continue;
 #pragma unroll
-    for (int n = 0; n < kGroupTiles; ++n) {
-      const int dim = 8 * (group * kGroupTiles + n) + g;
-      mix_step(o[n], weights.steps[s], page.values[dim][place_of_value(dim, 4 * (s / 2) + t)], s);
-    }
+    for (int n = 0; n < kGroupTiles; ++n)
+      mix_step(o[n], weights.steps[s], kReadFirst ? values.tiles[n][s / 2] : value_piece(page, group, n, s / 2), s);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half)

@@ -22,20 +22,20 @@
 // (factor 1, weights 0), so they depend on the query and its pages only: not on how the prompt was cut, nor on which
 // queries are its neighbours.
 //
+// With TL_INT8 the next page is on its way as it is stored; the block's threads widen its levels together.
+//
 // fp32: scores, exponents, state.  fp16: the weights that multiply V (relative to the largest so far), and a.  Bytes:
 // per tile and head (2·rows + 2·pages·64)·D·2, from L2 after the first tile of a sequence.
 #include "prefill_softmax.cuh"
 
 constexpr int kGroup = 4;                   // pieces of K or V in registers at once
 constexpr int kRowPieces = kHeadDim / 8;    // pieces of a K row
-constexpr int kValuePieces = kPageTokens / 8;  // of a Vᵀ row
 constexpr int kHeadPieces = kHeadElements / 8;
-constexpr int kStages = 2;
 
-// K and V of one head in a page, in shared memory.
+// K and V of one head in a page, in shared memory: halves or levels, and their scales if they have any.
 struct Stage : SharedScales {
-  alignas(16) Piece keys[kHeadPieces];    // [64][D/8]
-  alignas(16) Piece values[kHeadPieces];  // [D][8]
+  uint4 keys[kHeadPieces];    // [64][D/8]
+  uint4 values[kHeadPieces];  // [D][8]
 };
 
 // A lane's part of its warp's 16 queries: rows g and g + 8.
@@ -44,22 +44,75 @@ struct Queries {
   int position[2];  // −1: none, or not among the rows that attend
 };
 
-DEVICE int key_at(int token, int piece) { return token * kRowPieces + place_of_key(token, piece); }
-DEVICE int value_at(int dim, int piece) { return dim * kValuePieces + place_of_value(dim, piece); }
+// Where piece c of a row lies.  Two rows at a time are read, 4 pieces each: they must not meet in a bank.
+DEVICE int swizzled(int row, int piece, int row_pieces) { return row * row_pieces + (piece ^ (row % 2 * 4)); }
 
-// Starts the copy of a page's K and V of a head; one group.
-DEVICE void copy_page(Stage& stage, const Stored* pool, int page, int kv_head, int num_kv_heads) {
-  const Piece* keys = reinterpret_cast<const Piece*>(page_keys(pool, page, kv_head, num_kv_heads));
-  const Piece* values = reinterpret_cast<const Piece*>(page_values(pool, page, kv_head, num_kv_heads));
+#ifdef TL_INT8
+
+// A page comes as levels, in their order.  Once it is here all threads widen it, so that warps do not each do it.
+struct Arrival : SharedScales {
+  uint4 keys[kHeadPieces / kCopyPieces], values[kHeadPieces / kCopyPieces];
+};
+
+struct Pages {
+  Arrival arrival;
+  Stage stage;
+
+  DEVICE void copy(int, const uint4* keys, const uint4* values, const uint4* key_scales, const uint4* value_scales) {
 #pragma unroll
-  for (int i = 0; i < kHeadPieces / kCopyPieces / kThreads; ++i) {
-    const int c = (i * kThreads + threadIdx.x) * kCopyPieces;
-    cp_async16(&stage.keys[key_at(c / kRowPieces, c % kRowPieces)], keys + c, true);
-    cp_async16(&stage.values[value_at(c / kValuePieces, c % kValuePieces)], values + c, true);
+    for (int i = 0; i < kHeadPieces / kCopyPieces / kThreads; ++i) {
+      const int c = i * kThreads + threadIdx.x;
+      cp_async16(&arrival.keys[c], keys + c, true);
+      cp_async16(&arrival.values[c], values + c, true);
+    }
+    arrival.copy_scales(key_scales, value_scales,
+                        [](uint4* shared, const uint4* scales, int) { cp_async16(shared, scales, true); });
   }
-  stage.copy_scales(page_scales(pool, page, kv_head, num_kv_heads),
-                    page_scales(pool, page, num_kv_heads + kv_head, num_kv_heads),
-                    [](uint4* shared, const uint4* scales, int) { cp_async16(shared, scales, true); });
+
+  // Then the next page may come.
+  DEVICE const Stage& take(int) {
+    const Piece* keys = reinterpret_cast<const Piece*>(arrival.keys);
+    const Piece* values = reinterpret_cast<const Piece*>(arrival.values);
+#pragma unroll
+    for (int i = 0; i < kHeadPieces / kThreads; ++i) {
+      const int c = i * kThreads + threadIdx.x;
+      stage.keys[swizzled(c / kRowPieces, c % kRowPieces, kRowPieces)] = halves_of(keys[c]);
+      stage.values[swizzled(c / 8, c % 8, 8)] = halves_of(values[c]);
+    }
+    stage.copy_scales(arrival.of_keys, arrival.of_values,
+                      [](uint4* shared, const uint4* scales, int) { *shared = *scales; });
+    __syncthreads();
+    return stage;
+  }
+};
+
+#else
+
+// A page comes as it is multiplied, while the one before is attended.
+struct Pages {
+  Stage stages[2];
+
+  DEVICE void copy(int turn, const uint4* keys, const uint4* values, const uint4*, const uint4*) {
+    Stage& stage = stages[turn % 2];
+#pragma unroll
+    for (int i = 0; i < kHeadPieces / kThreads; ++i) {
+      const int c = i * kThreads + threadIdx.x;
+      cp_async16(&stage.keys[swizzled(c / kRowPieces, c % kRowPieces, kRowPieces)], keys + c, true);
+      cp_async16(&stage.values[swizzled(c / 8, c % 8, 8)], values + c, true);
+    }
+  }
+
+  DEVICE const Stage& take(int turn) { return stages[turn % 2]; }
+};
+
+#endif
+
+// Starts the copy of a page's K and V of a head, to be taken in its turn; one group.
+DEVICE void copy_page(Pages& pages, int turn, const Stored* pool, int page, int kv_head, int num_kv_heads) {
+  pages.copy(turn, reinterpret_cast<const uint4*>(page_keys(pool, page, kv_head, num_kv_heads)),
+             reinterpret_cast<const uint4*>(page_values(pool, page, kv_head, num_kv_heads)),
+             page_scales(pool, page, kv_head, num_kv_heads),
+             page_scales(pool, page, num_kv_heads + kv_head, num_kv_heads));
   cp_async_commit();
 }
 
@@ -98,8 +151,7 @@ DEVICE void score(Scores& scores, const Queries& queries, const Stage& stage) {
     for (int first = 0; first < kScoreTiles; first += kGroup) {
       uint4 keys[kGroup];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i)
-        keys[i] = halves_of(stage.keys[key_at(token_of(first + i, g), 4 * j + t)]);
+      for (int i = 0; i < kGroup; ++i) keys[i] = stage.keys[swizzled(token_of(first + i, g), 4 * j + t, kRowPieces)];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i)
         mma_m16n8k16(scores[first + i], {low.x, high.x, low.y, high.y}, keys[i].x, keys[i].y);
@@ -125,7 +177,7 @@ DEVICE void mix(State& state, Scores& scores, const Stage& stage) {
     for (int first = 0; first < kDimTiles; first += kGroup) {
       uint4 values[kGroup];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) values[i] = halves_of(stage.values[value_at(8 * (first + i) + g, 4 * j + t)]);
+      for (int i = 0; i < kGroup; ++i) values[i] = stage.values[swizzled(8 * (first + i) + g, 4 * j + t, 8)];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) mma_m16n8k16(state.o[first + i], weights[2 * j], values[i].x, values[i].y);
 #pragma unroll
@@ -151,8 +203,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
                       const i32* token_position, u16* a, i32 table_offset, i32 table_stride, i32 num_tiles,
                       i32 num_heads, i32 num_kv_heads, i32 num_sms, float scale) {
   DYNAMIC_SHARED(shared);
-  Stage* stages = reinterpret_cast<Stage*>(shared);
-  Rows& rows = *reinterpret_cast<Rows*>(shared + kStages * sizeof(Stage));
+  Pages& pages = *reinterpret_cast<Pages*>(shared);
+  Rows& rows = *reinterpret_cast<Rows*>(shared + sizeof(Pages));
   const int rank = rank_of_block(num_sms), head = rank % num_heads, kv_head = head / kQueriesPerKv;
   dependency_wait();
   dependency_launch();
@@ -163,23 +215,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   load_queries(queries, q, tile, head, num_heads);
   __syncthreads();
 
-  const i32* pages = tables + table_offset;
+  const i32* page_ids = tables + table_offset;
   Step step = first_step(rows, tile), next = step;
-  copy_page(stages[0], pool, pages[step.slot * table_stride + step.block], kv_head, num_kv_heads);
+  copy_page(pages, 0, pool, page_ids[step.slot * table_stride + step.block], kv_head, num_kv_heads);
   bool more = advance(next, rows, tile);
-  int next_page = more ? pages[next.slot * table_stride + next.block] : 0;
+  int next_page = more ? page_ids[next.slot * table_stride + next.block] : 0;
   WarpSight sight = select_rows(queries.position, step, rows, tile);
   State state = no_state();
   for (int turn = 0;; ++turn) {
     cp_async_wait<0>();
     __syncthreads();  // this page is here for all, and nobody still reads the one before
-    if (more) copy_page(stages[(turn + 1) % kStages], pool, next_page, kv_head, num_kv_heads);
-    attend(state, queries, stages[turn % kStages], sight, tile.window, step.block, scale);
+    const Stage& stage = pages.take(turn);
+    if (more) copy_page(pages, turn + 1, pool, next_page, kv_head, num_kv_heads);
+    attend(state, queries, stage, sight, tile.window, step.block, scale);
     if (!more) break;
     if (next.first != step.first || next.end != step.end) sight = select_rows(queries.position, next, rows, tile);
     step = next;
     more = advance(next, rows, tile);
-    if (more) next_page = pages[next.slot * table_stride + next.block];
+    if (more) next_page = page_ids[next.slot * table_stride + next.block];
   }
   store(a, state, tile, head, num_heads);
 }

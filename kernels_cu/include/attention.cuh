@@ -40,17 +40,6 @@ DEVICE int token_of_column(int s, int u, int column) {
   return 32 * (s / 2) + 8 * (column / 2) + 4 * (s % 2) + 2 * u + column % 2;
 }
 
-// Where a row of K or V in shared memory has a piece.  Lanes read four pieces of several rows at once, which must not
-// meet in a bank: of halves those of two neighbours, of levels those of tokens n, n + 1, n + 8 and n + 9, or of four
-// neighbouring dims.
-DEVICE int place_of_key(int token, int piece) {
-  if (kCopyPieces == 1) return piece ^ (token % 2 * 4);
-  const int nth = token % 2 + token / 8 % 2 * 2;
-  return piece ^ ((kHeadDim == 128 ? nth : nth / 2) * 4);  // two rows of 64 bytes lie apart anyway
-}
-
-DEVICE int place_of_value(int dim, int piece) { return piece ^ ((kCopyPieces == 1 ? dim % 2 : dim / 2 % 2) * 4); }
-
 // K of a head in a page: [64][D].
 DEVICE const Stored* page_keys(const Stored* pool, int page, int kv_head, int num_kv_heads) {
   return pool + (static_cast<u64>(page) * 2 * num_kv_heads + kv_head) * kHeadElements +

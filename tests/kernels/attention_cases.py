@@ -21,6 +21,7 @@ Array = NDArray[Any]
 
 PAGE = 64
 LAYERS, LAYER = 3, 1
+LEAST_SCALE, MOST_SCALE = 2.0**-17, 65504 / 127  # of int8
 FORMS = pytest.mark.parametrize("int8", [False, True], ids=["fp16", "int8"])
 
 
@@ -83,6 +84,12 @@ class Sequences:
         keys, values, key_scales, value_scales, _ = read_page(self.pool[page], self.kv_heads)
         decoded = keys.transpose(0, 2, 1) * key_scales.astype(np.float64), values * value_scales.astype(np.float64)
         return decoded[0].transpose(0, 2, 1), decoded[1].transpose(0, 2, 1)
+
+    def scale_values(self, *scales: float) -> None:
+        """int8: every token's V scale becomes one of these."""
+        for page in np.unique(self.tables[self.tables >= 0]):
+            value_scales = int8_page(self.pool[page], self.kv_heads).value_scales
+            value_scales[...] = self.rng.choice(scales, value_scales.shape)
 
     def whole(self, slot: int) -> tuple[Array, Array]:
         """K and V of a sequence, float64 [G, length, D]."""

@@ -30,6 +30,13 @@ extern "C" __global__ void __launch_bounds__(32) transpose(const uint4* in, u32*
   out[threadIdx.x] = r[0];
 }
 
+// out[i] = in[i] of odd lanes, else 0, by 8-byte loads; then all of in.
+extern "C" __global__ void __launch_bounds__(32) load_pairs(const uint2* in, uint2* out) {
+  const int i = threadIdx.x;
+  out[i] = load_stream_if(&in[i], i % 2);
+  out[32 + i] = load_stream(&in[i]);
+}
+
 // Bit and half arithmetic on one pair a lane: out[operation][lane].
 extern "C" __global__ void __launch_bounds__(32) arithmetic(const u32* a, const u32* b, const u32* c, u32* out) {
   const int i = threadIdx.x;

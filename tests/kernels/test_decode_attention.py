@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import FORMS, LAYER, PAGE, Sequences
+from attention_cases import FORMS, LAYER, LEAST_SCALE, MOST_SCALE, PAGE, Sequences
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels.decode_attention import decode_attention
@@ -126,6 +126,19 @@ def test_more_splits_than_a_merge_keeps_in_flight(device: Device) -> None:
     check(sequences, rows, q, run(device, sequences, rows, q))
 
 
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("scales", [(LEAST_SCALE,), (MOST_SCALE,), (LEAST_SCALE, MOST_SCALE)])
+def test_the_least_and_the_largest_values_of_int8(device: Device, scales: tuple[float, ...], many: bool) -> None:
+    """Weights times these scales neither overflow fp16 nor vanish in it."""
+    sequences = Sequences([150, 129], 2, 1, 64, shared=1, int8=True)
+    sequences.scale_values(*scales)
+    rows = [Row(0, 149), Row(1, 128)]
+    q = sequences.queries(2)
+    a = run(device, sequences, rows, q, many=many)
+    check(sequences, rows, q, a)
+    assert np.all(np.isfinite(a)) and a.any()
+
+
 @FORMS
 def test_against_the_reference(device: Device, int8: bool) -> None:
     """The same rounding points: what differs is the order of fp32 sums, seen at most in the last bit of fp16."""
@@ -225,6 +238,13 @@ def test_refusals(device: Device) -> None:
     sequences = Sequences([80], 2, 2, 64)
     with pytest.raises(KernelArgumentError, match="65 rows, at most 64"):
         run(device, sequences, [Row(0, 79)] * 65, sequences.queries(65))
+    with pytest.raises(KernelArgumentError, match=r"pool is \(7, 16896\), expected .* = \(7, 8448\)"):
+        coded = Sequences([80], 2, 2, 64, int8=True)
+        coded.kv_heads = 1
+        run(device, coded, [Row(0, 79)], sequences.queries(1))
+    with pytest.raises(KernelArgumentError, match="pool is uint8, expected float16"):
+        coded.pool = coded.pool.view(np.uint8)
+        run(device, coded, [Row(0, 79)], sequences.queries(1))
     with pytest.raises(KernelArgumentError, match=r"pool is \(7, 16384\), expected .* = \(7, 8192\)"):
         sequences.kv_heads = 1
         run(device, sequences, [Row(0, 79)], sequences.queries(1))

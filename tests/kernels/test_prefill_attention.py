@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_cases import FORMS, LAYER, Sequences
+from attention_cases import FORMS, LAYER, LEAST_SCALE, MOST_SCALE, Sequences
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels import prefill_attention as module
@@ -94,6 +94,17 @@ def test_windows(device: Device, window: int, int8: bool) -> None:
     q = sequences.queries(190)
     chunks = [(0, 0, 190, 0, window)]
     check(sequences, q, run(device, sequences, q, chunks), chunks)
+
+
+@pytest.mark.parametrize("int8", [True])
+@pytest.mark.parametrize("scales", [(LEAST_SCALE,), (MOST_SCALE,), (LEAST_SCALE, MOST_SCALE)])
+def test_the_least_and_the_largest_values_of_int8(device: Device, scales: tuple[float, ...], int8: bool) -> None:
+    sequences = Sequences([150], 2, 1, 64, int8=int8)
+    sequences.scale_values(*scales)
+    q, chunks = sequences.queries(150), [(0, 0, 150, 0, 0)]
+    a = run(device, sequences, q, chunks)
+    check(sequences, q, a, chunks)
+    assert np.all(np.isfinite(a)) and a.any()
 
 
 @FORMS

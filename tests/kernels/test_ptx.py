@@ -41,6 +41,13 @@ def test_transposed_matrices(probe: Device) -> None:
     assert np.array_equal(probe.download(out), values.T)
 
 
+def test_eight_bytes_at_a_time(probe: Device) -> None:
+    values, out = np.arange(1, 65, dtype=np.uint32).reshape(32, 2), probe.empty((2, 32, 2), np.uint32)
+    run(probe, "load_pairs", probe.upload(values), out)
+    wanted = np.arange(32)[:, None] % 2 == 1
+    assert np.array_equal(probe.download(out), [np.where(wanted, values, 0), values])
+
+
 def test_bits_and_halves(probe: Device) -> None:
     rng = np.random.default_rng(3)
     a, b, c = (halves(rng, 32, 2) for _ in range(3))

@@ -17,7 +17,7 @@ from tinyloop_service.kernels.page_layout import expected_pool, is_int8
 
 TILE_ROWS = 64  # most queries of a tile
 _THREADS = 128
-_STAGES, _WIDE_STAGES = 2, 3  # of K and V in shared memory
+_STAGES, _WIDE_STAGES = 2, 3  # of fp16 K and V in shared memory
 
 
 def prefill_attention(
@@ -85,6 +85,7 @@ def prefill_attention(
 
 
 def _shared_bytes(pool: Array, head_dim: int, wide: bool) -> int:
-    """K and V of a head in some pages as they are stored, and the rows' slots and positions."""
-    token_bytes, row_bytes = head_dim + 2 if is_int8(pool) else 2 * head_dim, 2 * 4 * TILE_ROWS
-    return (_WIDE_STAGES if wide else _STAGES) * 2 * PAGE_TOKENS * token_bytes + row_bytes
+    """K and V of a head in some pages, in int8 one as it is stored and one in fp16, each with its scales; and the rows'
+    slots and positions."""
+    token_bytes = 2 * (3 * head_dim + 4) if is_int8(pool) else (_WIDE_STAGES if wide else _STAGES) * 4 * head_dim
+    return PAGE_TOKENS * token_bytes + 2 * 4 * TILE_ROWS
