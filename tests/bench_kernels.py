@@ -2,6 +2,7 @@
 
     python tests/bench_kernels.py [--model 407m] [--rows 1 10 50] [--prefix 1024 1000 1087] [--prompt 1024 500]
         [--body int4] [--cache-mode fp16] [--rounds 20] [--out FILE.json]
+    python tests/bench_kernels.py --attention --prefix 1024 4096 --prompt 1024     attention alone, int8 beside fp16
     here, to see that it runs: --emulated
 
 The launches are those of the engine, recorded and repeated as CUDA graphs (`recorded_launches.py`).
@@ -24,7 +25,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -45,6 +46,7 @@ from tinyloop_service.types import CacheMode
 MEMORY, CACHE, RATE = 4.5e12, 8.3e12, 700e12  # bytes/s, bytes/s, flop/s: measured on an H200
 REPLAYS = 3  # of a graph, for every sample
 LAUNCHES = 60  # at least, in a graph of launches alone
+ATTENTION = ("append_int8", "decode_attention", "prefill_attention")  # begin the names of its kernels
 NEW_TOKENS = 32
 SMALL = ModelSpec(
     vocab_size=96, d_model=64, n_heads=1, n_kv_heads=1, head_dim=64, d_ff=128, pre_blocks=1, loop_blocks=1,
@@ -174,10 +176,7 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         promise = self._promise()
-        profiles = [profile for length in self._scale.prompts for profile in self._profile_prefill(length)]
-        for prefix in self._scale.prefixes:
-            for rows in self._scale.rows:
-                profiles += self._profile_step(prefix, rows, in_full=prefix == self._scale.prefixes[0])
+        profiles = self._profiles(in_full=True)
         whole = {str(prefix): self._whole_steps(prefix) for prefix in self._scale.prefixes}
         prefills = {str(length): self._whole_prefill(length) for length in self._scale.prompts}
         self._engine.close()
@@ -188,35 +187,48 @@ class Bench:
             "promise_us": promise,
         }
 
+    def attention(self) -> list[dict[str, Any]]:
+        """Its profiles alone, of prefills and steps."""
+        profiles = self._profiles(in_full=False)
+        self._engine.close()
+        return profiles
+
+    def _profiles(self, *, in_full: bool) -> list[dict[str, Any]]:
+        profiles = [p for length in self._scale.prompts for p in self._profile_prefill(length, in_full=in_full)]
+        for prefix in self._scale.prefixes:
+            for rows in self._scale.rows:
+                first = prefix == self._scale.prefixes[0]
+                profiles += self._profile_step(prefix, rows, in_full=in_full and first, opening=in_full)
+        return profiles
+
     def _tokens(self, length: int) -> tuple[int, ...]:
         return prompt_tokens(self._spec.vocab_size, length)
 
-    def _profile_prefill(self, length: int) -> list[dict[str, Any]]:
+    def _profile_prefill(self, length: int, *, in_full: bool) -> list[dict[str, Any]]:
         """The prefill, and where what is stored is not what is read, the making of that out of it."""
         self._recorder.take()
         self._direct.prefill(self._tokens(length))
-        profiles = [self._clock.profile(f"prefill of {length}", self._recorder.take())]
-        if self._engine.limits.has_active_form:
+        launches = self._recorder.take()
+        profiles = [self._clock.profile(f"prefill of {length}", launches if in_full else attention_of(launches))]
+        if in_full and self._engine.limits.has_active_form:
             self._direct.activate()
             profiles.append(self._clock.profile(f"activation of {length}", self._recorder.take()))
         self._direct.clear()
         return profiles
 
-    def _profile_step(self, prefix: int, num_rows: int, *, in_full: bool) -> list[dict[str, Any]]:
-        """One step off a prefix, and the opening of its rows; of further prefixes the attention alone."""
+    def _profile_step(self, prefix: int, num_rows: int, *, in_full: bool, opening: bool) -> list[dict[str, Any]]:
+        """One step off a prefix or its attention alone, and the opening of the rows."""
         self._direct.prefill(self._tokens(prefix))
         self._recorder.take()
         rows = self._direct.open_rows(prefix, num_rows, room=NEW_TOKENS)
-        opening = self._recorder.take()
+        launches = self._recorder.take()
         for _ in range(NEW_TOKENS // 4):  # to the middle of the request
             self._direct.decode(rows, 2)
         step = self._recorder.graph_of(num_rows)
         named = f"{num_rows} rows, prefix {prefix}"
-        if not in_full:
-            step = [each for each in step if each.name.startswith("decode_attention")]
-        profiles = [self._clock.profile(f"step of {named}", step)]
-        if prefix % 64 and num_rows == max(self._scale.rows):
-            profiles.append(self._clock.profile(f"opening {named}", opening))
+        profiles = [self._clock.profile(f"step of {named}", step if in_full else attention_of(step))]
+        if opening and prefix % 64 and num_rows == max(self._scale.rows):
+            profiles.append(self._clock.profile(f"opening {named}", launches))
         self._direct.clear()
         return profiles
 
@@ -252,6 +264,19 @@ class Bench:
         return {"alone": self._clock.samples_us([alone]), f"{len(x)} rows": self._clock.samples_us([down.again])}
 
 
+def attention_of(launches: Sequence[Launched]) -> list[Launched]:
+    return [each for each in launches if each.name.startswith(ATTENTION)]
+
+
+def print_beside(by_mode: dict[str, list[dict[str, Any]]]) -> None:
+    """What all layers' attention takes in each mode, and in the second as a part of the first."""
+    rows = []
+    for first, second in zip(*by_mode.values(), strict=True):
+        share = median(second["whole_us"]) / median(first["whole_us"])
+        rows.append([first["title"], figure(first["whole_us"]), figure(second["whole_us"]), f"{share:.0%}"])
+    print_table("attention of all layers, µs", ("what", *by_mode, "of the first"), rows)
+
+
 def print_whole(measured: dict[str, Any]) -> None:
     rows = [
         [f"step, prefix {prefix}, {plans}, {count} rows", figure(samples)]
@@ -264,9 +289,12 @@ def print_whole(measured: dict[str, Any]) -> None:
     print_table(f"engine, µs, on {measured['machine']}", ("what", "median (least–most)"), rows)
 
 
-def weights_of(name: str, body: str) -> ModelWeights:
+def weights_of(name: str, body: str, longest: int) -> ModelWeights:
+    """`longest`: tokens of a sequence, which the model has room for or is given it."""
     weights = read_model(name) if Path(name).is_file() else random_model(name)
-    return with_fp16_blocks(weights) if body == "fp16" else weights
+    if body == "fp16":
+        weights = with_fp16_blocks(weights)
+    return replace(weights, spec=replace(weights.spec, max_seq_len=max(weights.spec.max_seq_len, longest)))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -278,7 +306,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         scale = Scale(rows=(1, 3), prefixes=(70,), prompts=(20,), rounds=1, replays=1, launches=1)
         options = {"row_counts": (1, 8), "max_chunk": 128}  # few kernels, for each is compiled
     else:
-        weights = weights_of(args.model, args.body)
+        weights = weights_of(args.model, args.body, max(*args.prefix, *args.prompt) + NEW_TOKENS)
         device = open_device(weights.spec)
         scale = Scale(tuple(args.rows), tuple(args.prefix), tuple(args.prompt), args.rounds, REPLAYS, LAUNCHES)
     measured = {
@@ -286,8 +314,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "versions": versions(),
         "model": args.model,
         "body": args.body,
-        "cache_mode": args.cache_mode,
     }
+    if args.attention:
+        modes = (CacheMode.FP16, CacheMode.INT8)
+        by_mode = {m.value: Bench(weights, device, scale, cache_mode=m, **options).attention() for m in modes}
+        print_beside(by_mode)
+        return measured | {"attention": by_mode}
+    measured["cache_mode"] = args.cache_mode
     measured |= Bench(weights, device, scale, cache_mode=CacheMode(args.cache_mode), **options).run()
     print_whole(measured)
     return measured
@@ -301,6 +334,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, nargs="+", default=[1024, 500])
     parser.add_argument("--body", default="int4", choices=["int4", "fp16"])
     parser.add_argument("--cache-mode", default="fp16", choices=[mode.value for mode in CacheMode])
+    parser.add_argument("--attention", action="store_true", help="nothing but attention, in fp16 and in int8")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--emulated", action="store_true", help="a tiny model in emulation: figures mean nothing")
     parser.add_argument("--out", type=Path, default=Path("build/bench_kernels.json"))

@@ -63,3 +63,13 @@ def test_kernels_in_emulation(tmp_path: Path) -> None:
     qkv = {line["label"]: line for line in profiles["step of 1 rows, prefix 70"]}["linear_qkv 64→192"]
     assert qkv["cost"]["memory_bytes"] == 2 * weights, "of two blocks; the loop's second pass finds them in the cache"
     assert "step, prefix 70, 8 a plan, 3 rows" in printed
+
+
+def test_attention_in_emulation(tmp_path: Path) -> None:
+    printed, measured = run("bench_kernels.py", tmp_path / "out.json", "--emulated", "--attention")
+    assert {mode: [profile["title"] for profile in profiles] for mode, profiles in measured["attention"].items()} == {
+        mode: ["prefill of 20", "step of 1 rows, prefix 70", "step of 3 rows, prefix 70"] for mode in ("fp16", "int8")
+    }
+    labels = {line["label"] for profiles in measured["attention"].values() for p in profiles for line in p["lines"]}
+    assert labels == {"prefill_attention", "decode_attention", "decode_attention_merge", "append_int8"}
+    assert "of the first" in printed
