@@ -8,8 +8,10 @@ side; that bits do not depend on threads has a test of its own.
 
 import functools
 import os
+from collections.abc import Iterator
 
 import pytest
+from redis_server import RedisServer, running_redis
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -28,6 +30,13 @@ def why_no_gpu() -> str:
     except DeviceUnavailable as error:
         return str(error)
     return ""
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One Redis for all tests that leave it running; what it holds is apart by realm, or by database."""
+    with running_redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -36,6 +36,8 @@ from tinyloop_service.engine.tensors import with_fp16_blocks
 from tinyloop_service.engine.weights import ModelWeights, read_model
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.hub import Observation
+from tinyloop_service.registry.names import Names
+from tinyloop_service.registry.starting import start_names
 from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.server import Health, listen, make_server
 from tinyloop_service.rpc.tls import server_credentials
@@ -161,6 +163,7 @@ class App:
         self._observation = Observation(settings.server, replica)
         self._backend = Backend(replica, self._observation)
         self._scheduler: Scheduler | None = None
+        self._names: Names | None = None
         self._health = Health()
         self._tokens: TokensFile | None = None
         self._following: asyncio.Task[None] | None = None
@@ -215,6 +218,8 @@ class App:
         if self._scheduler is not None:
             await self._unless_hurried(_close(self._scheduler))
         await self._server.stop(None if self._hurry.is_set() else _FLUSH_S)
+        if self._names is not None:
+            await self._names.close()
         await self._health.stop()
         if self._following is not None:
             self._following.cancel()
@@ -268,7 +273,8 @@ class App:
         self._scheduler = scheduler
         if self._tokens is not None:
             scheduler.set_quotas(self._tokens.tokens.quotas)
-        self._backend.open(scheduler, loaded.config)
+        self._names = await start_names(scheduler, self._settings.names)
+        self._backend.open(scheduler, self._names, loaded.config)
         self._observation.open(
             scheduler.load,
             model_id=limits.model_id,

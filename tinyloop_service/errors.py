@@ -6,6 +6,7 @@
     ├── ModelFileError (ValueError)       a .tinyloop file is truncated, foreign or inconsistent
     ├── PrefixNotFound (KeyError)         unknown name, or another tenant's
     │   └── PrefixExpired                 the name's ttl ran out
+    ├── PrefixDamaged (RuntimeError)      what the registry holds of the name cannot be read
     ├── PrefixExists (ValueError)         the name stands for other content
     ├── LoopsMismatch (RuntimeError)      loops asked differ from the prefix's
     ├── ParentMismatch (ValueError)       loops, window or mode differ from the parent's
@@ -71,6 +72,10 @@ class PrefixNotFound(TinyLoopError, KeyError):
 
 class PrefixExpired(PrefixNotFound):
     reason = "PREFIX_EXPIRED"
+
+
+class PrefixDamaged(TinyLoopError, RuntimeError):
+    reason = "PREFIX_DAMAGED"
 
 
 class PrefixExists(TinyLoopError, ValueError):

@@ -197,12 +197,30 @@ class ClientSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class NamesSettings:
+    """Where named prefixes are remembered, and which there are from the start."""
+
+    registry: str = field(default="memory", repr=False)  # memory, sqlite:///PATH or redis://…; may hold a password
+    prefixes: str | None = None  # path of a file of prefixes that are built and pinned before the server is ready
+
+    def __post_init__(self) -> None:
+        scheme = self.registry.partition(":")[0]
+        well_formed = self.registry == "memory" or self.registry.startswith(("sqlite:///", "redis://", "rediss://"))
+        _require(
+            well_formed and self.registry != "sqlite:///",
+            "registry",
+            f"{scheme[:20]!r} given, memory, sqlite:///PATH, redis://HOST:PORT/DB or rediss://… expected",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """All of a server's settings."""
 
     engine: EngineSettings = field(default_factory=EngineSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    names: NamesSettings = field(default_factory=NamesSettings)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from records import TENANT, record
 
-from tinyloop_service.errors import InvalidArgument, RegistryUnavailable
+from tinyloop_service.errors import InvalidArgument, PrefixDamaged, RegistryUnavailable
 from tinyloop_service.registry import Realm, open_registry, sqlite
 
 REALM = Realm("a-model", "fp16")
@@ -78,7 +78,7 @@ async def test_a_later_version_s_file_is_refused(tmp_path: Path) -> None:
         await open_registry(url_of(path), REALM)
 
 
-async def test_a_record_of_a_later_version_is_unavailable_not_lost(tmp_path: Path) -> None:
+async def test_a_record_of_a_later_version_is_damaged_to_us_and_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
     registry = await open_registry(url_of(path), REALM)
     await registry.write(record(), replaces=None)
@@ -87,8 +87,10 @@ async def test_a_record_of_a_later_version_is_unavailable_not_lost(tmp_path: Pat
         database.execute("UPDATE names SET record = replace(record, '\"version\":1', '\"version\":2')")
     database.close()
     registry = await open_registry(url_of(path), REALM)
-    with pytest.raises(RegistryUnavailable, match="cannot read"):
+    with pytest.raises(PrefixDamaged, match="cannot be read"):
         await registry.read(TENANT, "genesis")
+    assert await registry.page(TENANT, after="", limit=10) == [], "one that cannot be read hides no others"
+    assert not await registry.write(record("genesis"), replaces=None)
     await registry.close()
 
 

@@ -21,7 +21,7 @@ from tinyloop_service.engine.fake import expected_tokens as expected_of_segments
 from tinyloop_service.pb import generation_pb2_grpc, input_pb2, model_pb2_grpc, prefix_pb2_grpc
 from tinyloop_service.rpc.status import DETAILS_KEY
 from tinyloop_service.scheduler.loop import Scheduler
-from tinyloop_service.settings import SchedulerSettings, ServerSettings, Settings
+from tinyloop_service.settings import NamesSettings, SchedulerSettings, ServerSettings, Settings
 from tinyloop_service.text import Tokenizer
 from tinyloop_service.types import Sampling, TokenIds
 
@@ -123,10 +123,15 @@ async def serving(
     *,
     scheduler: SchedulerSettings | None = None,
     tokenizer: Tokenizer | None = None,
+    names: NamesSettings | None = None,
     **server: Any,
 ) -> AsyncIterator[Served]:
     engine = engine or FakeEngine()
-    settings = Settings(scheduler=scheduler or SchedulerSettings(), server=replace(SERVER, **server))
+    settings = Settings(
+        scheduler=scheduler or SchedulerSettings(),
+        server=replace(SERVER, **server),
+        names=names or NamesSettings(),
+    )
     app = App(settings, lambda: LoadedModel(engine, tokenizer, CONFIG))
     await app.start()
     try:

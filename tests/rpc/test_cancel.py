@@ -149,7 +149,7 @@ async def test_a_stray_cancel_of_our_own_is_a_status_not_a_hang(served: Served, 
     async def cancelled(*args: Any, **kwargs: Any) -> None:
         raise asyncio.CancelledError("inner")
 
-    monkeypatch.setattr(served.scheduler, "create_prefix", cancelled)
+    monkeypatch.setattr(served.app._backend.names, "create", cancelled)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async with asyncio.timeout(10):
             await served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id="p", input=ids(1)))

@@ -14,10 +14,11 @@ from scheduler_driver import SMALL, Driver, tokens
 
 from tinyloop_service.engine.fake import FaultAt
 from tinyloop_service.errors import EngineFault, OutOfMemory, TinyLoopError
+from tinyloop_service.scheduler.adoption import record_of
 from tinyloop_service.scheduler.catalog import UNCHANGED
 from tinyloop_service.scheduler.request import RequestState
 from tinyloop_service.settings import SchedulerSettings
-from tinyloop_service.types import GenerationRequest, Quota, Sampling, Stops
+from tinyloop_service.types import GenerationRequest, PrefixRecord, Quota, Sampling, Stops
 
 NAMES = st.sampled_from(["a", "b", "c"])
 TENANTS = st.sampled_from(["", "", "other"])
@@ -65,6 +66,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.driver.core.set_quotas({"other": quota}, self.driver.now_ns)
         self.waiting: list[str] = []  # uids of creates that wait
         self.handles: list[str] = []
+        self.records: list[PrefixRecord] = []  # what a registry may say later
         self.faults = 0
 
     @rule(
@@ -184,6 +186,30 @@ class CoreMachine(RuleBasedStateMachine):
         except TinyLoopError:
             return
 
+    @rule(name=NAMES)
+    def write_down(self, name: str) -> None:
+        """Of the tenant without quotas: what a registry says is not refused for one."""
+        prefix = self.driver.core._prefixes.peek("", name)
+        if prefix is not None:
+            self.records.append(record_of(prefix))
+
+    @precondition(lambda self: self.records)
+    @rule(
+        which=st.integers(0, 9), uid=st.sampled_from(["", "", "-2"]), pinned=st.booleans(), ttl_ms=st.integers(-5, 60)
+    )
+    def adopt(self, which: int, uid: str, pinned: bool, ttl_ms: int) -> None:
+        """Somebody else has changed the name, or deleted it and made it again as it was."""
+        record = self.records[which % len(self.records)]
+        expiry = None if ttl_ms > 40 else self.driver.now_ns + ttl_ms * 1_000_000
+        changes = {"uid": record.uid + uid, "revision": record.revision + 1}
+        record = dataclasses.replace(record, pinned=pinned, expire_time_ns=expiry, **changes)
+        self.driver.core.adoption.adopt(record, self.driver.now_ns)
+        self.records.append(record)
+
+    @rule(name=NAMES)
+    def forget(self, name: str) -> None:
+        self.driver.core.adoption.forget("", name)
+
     @rule(milliseconds=st.sampled_from([1, 10, 50]))
     def wait(self, milliseconds: int) -> None:
         self.driver.now_ns += milliseconds * 1_000_000
@@ -261,6 +287,7 @@ TestCore.settings = settings(
 )
 
 _WEIGHTS = {"create": 10, "submit": 20, "end": 6, "leave": 2, "release": 1, "delete": 1, "update": 2, "wait": 1}
+_WEIGHTS |= {"write": 2, "adopt": 3, "forget": 1}
 _WEIGHTS |= {"steps": 20, "plan": 20, "settle": 13, "fault": 2}
 CALLS = [call for call, weight in _WEIGHTS.items() for _ in range(weight)]
 
@@ -321,6 +348,13 @@ def walk(seed: int, num_calls: int) -> None:
             machine.update(
                 name=pick("abc"), tenant="", pinned=pick([UNCHANGED, False, True]), ttl_ms=rng.randrange(1, 30)
             )
+        elif call == "write":
+            machine.write_down(name=pick("abc"))
+        elif call == "adopt" and machine.records:
+            again = pick(["", "", "-2"])
+            machine.adopt(which=rng.randrange(10), uid=again, pinned=pick([True, False]), ttl_ms=rng.randrange(-5, 60))
+        elif call == "forget":
+            machine.forget(name=pick("abc"))
         elif call == "wait":
             machine.wait(milliseconds=pick([1, 10, 50]))
         elif call == "steps":

@@ -56,6 +56,24 @@ async def test_a_fault_ends_its_requests_and_no_others() -> None:
         assert scheduler.get_prefix("p").state is PrefixState.READY
 
 
+async def test_who_comes_to_wait_after_the_build_hears_how_it_ended() -> None:
+    async with running(fault=lambda plan: EngineFault("a fault") if plan.prefill else None) as scheduler:
+        uid = scheduler.catalog.create(
+            PrefixDefinition(tokens(70)),
+            tenant="",
+            name="p",
+            expire_time_ns=None,
+            pinned=False,
+            wait=True,
+            detached=False,
+            now_ns=scheduler.now_ns(),
+        )
+        scheduler.changed()
+        await until(lambda: scheduler.get_prefix("p").state is PrefixState.FAILED)
+        with pytest.raises(EngineFault, match="a fault"):
+            await scheduler.built_prefix(uid)
+
+
 class LateEngine(FakeEngine):
     """Results wait for `results`; `submitted` counts plans."""
 

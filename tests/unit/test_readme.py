@@ -6,6 +6,7 @@ import re
 from dataclasses import MISSING, Field, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import get_type_hints
 
 import click
 import pytest
@@ -17,12 +18,12 @@ from tinyloop_service.observe.exposition import FAMILIES, Counter, Distribution,
 from tinyloop_service.rpc.caller import Right
 from tinyloop_service.rpc.status import TABLE
 from tinyloop_service.rpc.tokens import parse_tokens
-from tinyloop_service.settings import ClientSettings, EngineSettings, SchedulerSettings, ServerSettings
+from tinyloop_service.settings import ClientSettings, Settings
 from tinyloop_service.types import Quota
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SETTINGS = {f.name: f for group in (EngineSettings, SchedulerSettings, ServerSettings) for f in fields(group)}
+SETTINGS = {f.name: f for group in get_type_hints(Settings).values() for f in fields(group)}
 
 
 def section(title: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 
@@ -11,6 +12,7 @@ from tinyloop_service.settings import (
     ClientSettings,
     EngineSettings,
     LogFormat,
+    NamesSettings,
     SchedulerSettings,
     ServerSettings,
     Settings,
@@ -23,9 +25,8 @@ def test_an_empty_environment_gives_the_defaults() -> None:
 
 
 def test_every_field_has_a_variable_of_its_own() -> None:
-    names = [
-        f.name for group in (EngineSettings, SchedulerSettings, ServerSettings, ClientSettings) for f in fields(group)
-    ]
+    groups = [*get_type_hints(Settings).values(), ClientSettings]
+    names = [f.name for group in groups for f in fields(group)]
     assert len(names) == len(set(names)), "two groups share a field name, so a variable would set both"
 
 
@@ -164,3 +165,17 @@ def test_a_client_is_read_from_its_own_variables_and_keeps_its_token_to_itself()
     for given in ({"token": "t", "token_file": "f"}, {"client_cert": "c"}, {"client_key": "k"}):
         with pytest.raises(InvalidArgument):
             ClientSettings(**given)
+
+
+@pytest.mark.parametrize("url", ["memory", "sqlite:////var/names.db", "redis://h:1/0", "rediss://:secret@h"])
+def test_a_registry_is_one_of_three(url: str) -> None:
+    settings = NamesSettings(registry=url)
+    assert settings.registry == url
+    assert "secret" not in repr(settings)
+
+
+@pytest.mark.parametrize("url", ["", "disk", "sqlite:///", "sqlite://names.db", "mysql://:secret@h", "redis:h"])
+def test_another_registry_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="sqlite:///PATH") as caught:
+        NamesSettings(registry=url)
+    assert caught.value.field == "registry" and "secret" not in str(caught.value)

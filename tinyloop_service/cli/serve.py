@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     "kv_memory",
     "cache_mode",
     "accuracy_level",
+    "registry",
     "max_prefixes",
     "max_queue",
     "drain_grace_s",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from tinyloop_service.errors import RegistryUnavailable
+import structlog
+
+from tinyloop_service.errors import PrefixDamaged
 from tinyloop_service.types import Ancestor, PrefixRecord
 
 VERSION = 1
-_UNREADABLE = "the registry holds a record that this version of the server cannot read; its log names it"
+_log = structlog.get_logger("tinyloop.registry")
 
 
 def encode(record: PrefixRecord) -> str:
@@ -18,13 +22,23 @@ def encode(record: PrefixRecord) -> str:
 
 
 def decode(text: str | bytes) -> PrefixRecord:
-    """The inverse of `encode`.  RegistryUnavailable for anything else."""
+    """The inverse of `encode`.  PrefixDamaged for anything else."""
     try:
         fields: dict[str, Any] = json.loads(text)
-        if fields.pop("version") != VERSION:
-            raise ValueError("another version")
+        if (version := fields.pop("version")) != VERSION:
+            raise ValueError(f"version {version}, {VERSION} expected")
         fields["tokens"] = tuple(fields["tokens"])
         fields["ancestors"] = tuple(Ancestor(**ancestor) for ancestor in fields["ancestors"])
         return PrefixRecord(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RegistryUnavailable(_UNREADABLE) from error
+        _log.error("a record cannot be read", error=repr(error), record=text[:80])
+        raise PrefixDamaged("what the registry holds of this prefix cannot be read; use another id") from error
+
+
+def decode_all(texts: Iterable[str | bytes]) -> list[PrefixRecord]:
+    """Those that can be read."""
+    found = []
+    for text in texts:
+        with suppress(PrefixDamaged):
+            found.append(decode(text))
+    return found

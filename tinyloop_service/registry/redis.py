@@ -26,7 +26,7 @@ import structlog
 
 from tinyloop_service.errors import InvalidArgument, RegistryUnavailable
 from tinyloop_service.registry.api import Changes, Key, Realm
-from tinyloop_service.registry.record import decode, encode
+from tinyloop_service.registry.record import decode, decode_all, encode
 from tinyloop_service.types import PrefixRecord
 
 try:
@@ -159,7 +159,7 @@ class RedisRegistry:
             if not members:
                 break
             texts = await self._reading(lambda m=members: self._redis.hmget(self._keys[0], m))  # type: ignore[misc]
-            found += [decode(text) for text in texts if text is not None]  # None: removed between the two calls
+            found += decode_all(text for text in texts if text is not None)  # None: removed between the two calls
             first = b"(" + members[-1]
         return found
 

@@ -19,7 +19,7 @@ import structlog
 
 from tinyloop_service.errors import InvalidArgument, RegistryUnavailable
 from tinyloop_service.registry.api import Changes, Realm
-from tinyloop_service.registry.record import decode, encode
+from tinyloop_service.registry.record import decode, decode_all, encode
 from tinyloop_service.types import PrefixRecord
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class SqliteRegistry:
     async def page(self, tenant: str, *, after: str, limit: int) -> list[PrefixRecord]:
         select = "SELECT record FROM names WHERE realm = ? AND tenant = ? AND name > ? ORDER BY name LIMIT ?"
         rows = await self._run(lambda db: db.execute(select, (self._realm, tenant, after, limit)).fetchall())
-        return [decode(text) for (text,) in rows]
+        return decode_all(text for (text,) in rows)
 
     async def changes(self, since: int | None) -> Changes:
         return Changes(0, {})

@@ -1,4 +1,4 @@
-"""What stands behind the servicers: a scheduler, once the model is loaded; who watches; text to ids, off the loop."""
+"""What stands behind the servicers: scheduler and names, once the model is loaded; who watches; text to ids."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 from tinyloop_service.engine.api import Limits
 from tinyloop_service.errors import InvalidArgument, WarmingUp
 from tinyloop_service.observer import UNWATCHED, Observer
+from tinyloop_service.registry.names import Names
 from tinyloop_service.rpc.boundary import Context, answering
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.text import Tokenizer
 from tinyloop_service.types import TokenIds
 
+_WARMING_UP = "the server is loading its model; try again in a moment"
 _SHORT_TEXT = 2000  # characters that are tokenised at once, in well under a millisecond
 
 
@@ -25,10 +27,11 @@ class Backend:
         self.observer = observer
         self.config: Mapping[str, Any] = {}
         self._scheduler: Scheduler | None = None
+        self._names: Names | None = None
 
-    def open(self, scheduler: Scheduler, config: Mapping[str, Any]) -> None:
+    def open(self, scheduler: Scheduler, names: Names, config: Mapping[str, Any]) -> None:
         """From now on calls are served.  `config`: the configuration in the model file."""
-        self._scheduler = scheduler
+        self._scheduler, self._names = scheduler, names
         self.config = config
 
     def answering(self, context: Context, method: str) -> answering:
@@ -39,8 +42,15 @@ class Backend:
     def scheduler(self) -> Scheduler:
         """Raises WarmingUp while there is none."""
         if self._scheduler is None:
-            raise WarmingUp("the server is loading its model; try again in a moment")
+            raise WarmingUp(_WARMING_UP)
         return self._scheduler
+
+    @property
+    def names(self) -> Names:
+        """Raises WarmingUp while there are none."""
+        if self._names is None:
+            raise WarmingUp(_WARMING_UP)
+        return self._names
 
     @property
     def limits(self) -> Limits:

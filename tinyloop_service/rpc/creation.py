@@ -56,28 +56,29 @@ class PrefixCreator:
         definition = PrefixDefinition(tokens, creation.loops, creation.cache_window, creation.parent)
         return Order(name, definition, creation)
 
-    def check(self, order: Order) -> PrefixInfo:
+    async def check(self, order: Order) -> PrefixInfo:
         """What the prefix would be; raises what a create would raise."""
-        creation, scheduler = order.creation, self._backend.scheduler
-        return scheduler.validate_prefix(
+        creation = order.creation
+        return await self._backend.names.validate(
             order.definition,
             tenant=caller().tenant,
             name=order.name,
-            expire_time_ns=creation.expiration.at(scheduler.now_ns()),
+            expire_time_ns=creation.expiration.at(self._backend.scheduler.now_ns()),
             pinned=creation.pinned,
         )
 
     async def create(self, order: Order) -> PrefixInfo:
         """Build it, or join who builds it; with build_async, only see to it that it is built."""
-        creation, scheduler = order.creation, self._backend.scheduler
-        made = self._made_before(order)
+        creation = order.creation
+        made = await self._made_before(order)
         if made is not None and made.state is PrefixState.READY:
             return made
-        info = await scheduler.create_prefix(
+        now_ns = self._backend.scheduler.now_ns()
+        info = await self._backend.names.create(
             order.definition,
             tenant=caller().tenant,
             name=order.name,
-            expire_time_ns=made.expire_time_ns if made else creation.expiration.at(scheduler.now_ns()),
+            expire_time_ns=made.expire_time_ns if made else creation.expiration.at(now_ns),
             pinned=made.pinned if made else creation.pinned,
             wait=not creation.build_async,
             detached=creation.build_async,
@@ -90,12 +91,12 @@ class PrefixCreator:
         """The caller's keys."""
         return self._keys.setdefault(caller().tenant, OrderedDict())
 
-    def _made_before(self, order: Order) -> PrefixInfo | None:
+    async def _made_before(self, order: Order) -> PrefixInfo | None:
         """The prefix that the first request with the same key was answered with.  PrefixNotFound if it is gone."""
         first = self._known().get(order.creation.request_id)
         if first is None or first.uid is None:
             return None
-        info = self._backend.scheduler.get_prefix(order.name, tenant=caller().tenant)
+        info = await self._backend.names.get(order.name, tenant=caller().tenant)
         if info.uid != first.uid:
             raise PrefixNotFound(
                 f"the prefix {order.name!r} of this request_id is gone; to make one, use a new request_id"

@@ -50,7 +50,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type:
         if message.HasField("create_if_missing"):
             stream = await self._open_creating(request, message.create_if_missing, call)
         else:
-            stream = self._backend.scheduler.generate(request)
+            stream = await self._backend.names.generate(request)
         call.request = stream.record
         return stream
 
@@ -73,12 +73,12 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type:
         with inside("create_if_missing"):
             order = await self._creator.read(_named(missing, request.prefix))
         for _ in range(_CREATE_ATTEMPTS):
-            self._creator.check(order)  # the name may stand for other content
+            await self._creator.check(order)  # the name may stand for other content
             try:
-                return self._backend.scheduler.generate(request)
+                return await self._backend.names.generate(request)
             except PrefixNotFound:
                 call.built(await self._creator.create(order))
-        return self._backend.scheduler.generate(request)
+        return await self._backend.names.generate(request)
 
 
 def _named(missing: prefix_pb2.CreatePrefixRequest, prefix: str | None) -> prefix_pb2.CreatePrefixRequest:

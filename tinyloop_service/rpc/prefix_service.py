@@ -31,7 +31,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
             order = await self._creator.read(request)
             call.prefix = order.name
             if request.validate_only:
-                return write_prefix(self._creator.check(order))
+                return write_prefix(await self._creator.check(order))
             info = await self._creator.create(order)
             call.built(info)
             return write_prefix(info)
@@ -40,7 +40,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
         async with self._backend.answering(context, "PrefixService/GetPrefix") as call:
             call.prefix = name = read_name(request.name)
             full = read_view(request.view)
-            return write_prefix(self._backend.scheduler.get_prefix(name, tenant=caller().tenant), full=full)
+            return write_prefix(await self._backend.names.get(name, tenant=caller().tenant), full=full)
 
     async def ListPrefixes(
         self, request: prefix_pb2.ListPrefixesRequest, context: Context
@@ -51,7 +51,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
                 read_page_size(request.page_size),
                 read_page_token(request.page_token),
             )
-            rest = self._backend.scheduler.list_prefixes(tenant=caller().tenant, after=after, limit=size + 1)
+            rest = await self._backend.names.page(tenant=caller().tenant, after=after, limit=size + 1)
             page = rest[:size]
             more = write_page_token(page[-1].name or "") if len(rest) > size else ""
             prefixes = [write_prefix(info, full=full) for info in page]
@@ -59,11 +59,10 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
 
     async def UpdatePrefix(self, request: prefix_pb2.UpdatePrefixRequest, context: Context) -> prefix_pb2.Prefix:
         async with self._backend.answering(context, "PrefixService/UpdatePrefix") as call:
-            scheduler = self._backend.scheduler
-            now_ns = scheduler.now_ns()
+            now_ns = self._backend.scheduler.now_ns()
             change = read_change(request, now_ns)
             call.prefix = change.name
-            info = scheduler.update_prefix(
+            info = await self._backend.names.update(
                 change.name,
                 tenant=caller().tenant,
                 expire_time_ns=UNCHANGED if change.expiration is None else change.expiration.at(now_ns),
@@ -75,11 +74,11 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):  # type: ignore[misc
     async def DeletePrefix(self, request: prefix_pb2.DeletePrefixRequest, context: Context) -> Empty:
         async with self._backend.answering(context, "PrefixService/DeletePrefix") as call:
             call.prefix = name = read_name(request.name)
-            self._backend.scheduler.delete_prefix(name, tenant=caller().tenant, etag=request.etag or None)
+            await self._backend.names.delete(name, tenant=caller().tenant, etag=request.etag or None)
             return Empty()
 
     async def WatchPrefix(self, request: prefix_pb2.WatchPrefixRequest, context: Context) -> None:
         async with self._backend.answering(context, "PrefixService/WatchPrefix") as call:
             call.prefix = name = read_name(request.name)
-            async for info in self._backend.scheduler.watch_prefix(name, tenant=caller().tenant):
+            async for info in self._backend.names.watch(name, tenant=caller().tenant):
                 await context.write(write_prefix(info))

@@ -36,6 +36,7 @@ TABLE: dict[type[TinyLoopError], grpc.StatusCode] = {
     errors.ModelFileError: Code.FAILED_PRECONDITION,
     errors.PrefixNotFound: Code.NOT_FOUND,
     errors.PrefixExpired: Code.NOT_FOUND,
+    errors.PrefixDamaged: Code.DATA_LOSS,
     errors.PrefixExists: Code.ALREADY_EXISTS,
     errors.LoopsMismatch: Code.FAILED_PRECONDITION,
     errors.ParentMismatch: Code.FAILED_PRECONDITION,

@@ -7,16 +7,18 @@ asked for goes into the queue of `admission`.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from enum import Enum
 
 from tinyloop_service.engine.api import Limits
 from tinyloop_service.errors import InvalidArgument, PrefixExists, PrefixNotFound, TinyLoopError
 from tinyloop_service.scheduler.admission import Admission
+from tinyloop_service.scheduler.adoption import record_of
 from tinyloop_service.scheduler.door import make_recipe
 from tinyloop_service.scheduler.prefix import Prefix, Recipe
 from tinyloop_service.scheduler.prefixes import PrefixStore
 from tinyloop_service.scheduler.quotas import Quotas
-from tinyloop_service.types import PrefixDefinition, PrefixInfo, PrefixState
+from tinyloop_service.types import PrefixDefinition, PrefixInfo, PrefixRecord, PrefixState
 
 
 class Unchanged(Enum):
@@ -52,6 +54,23 @@ class Catalog:
             return self._prefixes.info(existing)
         return self._prefixes.info(Prefix("", tenant, name, recipe, now_ns, now_ns, pinned, expire_time_ns))
 
+    def propose(
+        self,
+        definition: PrefixDefinition,
+        *,
+        tenant: str,
+        name: str,
+        expire_time_ns: int | None,
+        pinned: bool,
+        now_ns: int,
+    ) -> PrefixRecord:
+        """What there will be to remember of a named prefix when it is created, or the refusal of `create`."""
+        self._admission.check_open()
+        prefix, recipe = self._check_create(definition, tenant, name, expire_time_ns, pinned, now_ns)
+        if prefix is None:
+            prefix = Prefix(self._prefixes.new_uid(), tenant, name, recipe, now_ns, now_ns, revision=0)
+        return replace(record_of(prefix), revision=prefix.revision + 1, expire_time_ns=expire_time_ns, pinned=pinned)
+
     def create(
         self,
         definition: PrefixDefinition,
@@ -63,17 +82,22 @@ class Catalog:
         wait: bool,
         detached: bool,
         now_ns: int,
+        record: PrefixRecord | None = None,
     ) -> str:
         """The uid of the prefix, new or already there.  With `wait` the caller counts as a waiter of its build and
-        says so with `leave` when it goes away before the build ends."""
+        says so with `leave` when it goes away before the build ends.  `record`: what was proposed for it, if it is
+        written down somewhere; a new prefix has its uid."""
         self._admission.check_open()
         prefix, recipe = self._check_create(definition, tenant, name, expire_time_ns, pinned, now_ns)
         needs_build = _needs_build(prefix)
         if prefix is None:
             self._replace_failed(tenant, name)
-            prefix = self._prefixes.add(tenant, name, recipe, now_ns)
+            prefix = self._prefixes.add(tenant, name, recipe, now_ns, record.uid if record is not None else None)
             self._quotas.take(tenant, len(definition.tokens), now_ns)
-        self._prefixes.set_lifetime(prefix, expire_time_ns, pinned)
+        if record is not None:
+            prefix.create_time_ns = record.create_time_ns
+        revision = record.revision if record is not None else None
+        self._prefixes.set_lifetime(prefix, expire_time_ns, pinned, revision)
         if needs_build:
             self._prefixes.ask_build(prefix)
             self._admission.add(self._admission.take_order(), prefix, now_ns)
@@ -127,23 +151,39 @@ class Catalog:
         etag: str | None,
         now_ns: int,
     ) -> PrefixInfo:
+        self.check_update(tenant, name, expire_time_ns, pinned, etag, now_ns)
         prefix = self._look_up(tenant, name, now_ns)
-        self._prefixes.check_etag(prefix, etag)
-        expiry = prefix.expire_time_ns if expire_time_ns is UNCHANGED else expire_time_ns
-        pin = prefix.pinned if pinned is UNCHANGED else pinned
-        assert not isinstance(expiry, Unchanged) and not isinstance(pin, Unchanged)
-        if expire_time_ns is not UNCHANGED:
-            _check_expiry(expiry, now_ns)
-        if pin and not prefix.pinned:
-            self._admission.check_pin(tenant, prefix.chain(), [])
+        expiry = prefix.expire_time_ns if isinstance(expire_time_ns, Unchanged) else expire_time_ns
+        pin = prefix.pinned if isinstance(pinned, Unchanged) else pinned
         self._prefixes.set_lifetime(prefix, expiry, pin)
         return self._prefixes.info(prefix)
 
-    def delete(self, tenant: str, name: str, etag: str | None, now_ns: int) -> None:
-        """The name ends at once."""
+    def check_update(
+        self,
+        tenant: str,
+        name: str,
+        expire_time_ns: int | Unchanged | None,
+        pinned: bool | Unchanged,
+        etag: str | None,
+        now_ns: int,
+    ) -> None:
+        """Refuse what `update` would refuse."""
         prefix = self._look_up(tenant, name, now_ns)
         self._prefixes.check_etag(prefix, etag)
-        self._prefixes.end_name(prefix)
+        if not isinstance(expire_time_ns, Unchanged):
+            _check_expiry(expire_time_ns, now_ns)
+        if pinned is True and not prefix.pinned:
+            self._admission.check_pin(tenant, prefix.chain(), [])
+
+    def delete(self, tenant: str, name: str, etag: str | None, now_ns: int) -> None:
+        """The name ends at once."""
+        self._prefixes.end_name(self.check_delete(tenant, name, etag, now_ns))
+
+    def check_delete(self, tenant: str, name: str, etag: str | None, now_ns: int) -> Prefix:
+        """Refuse what `delete` would refuse."""
+        prefix = self._look_up(tenant, name, now_ns)
+        self._prefixes.check_etag(prefix, etag)
+        return prefix
 
     # ---- helpers
 

@@ -6,7 +6,8 @@
 
 In: validated values and the time.  Out: plans for the engine, events for the loop.  It refuses to know asyncio,
 arrays, text and clocks.  The parts: `door` refuses, `prefixes` and `requests` own their states, `admission` decides
-who starts, `quotas` what a tenant may take, `batch` fills plans, `sequences` and `pages` account for memory.
+who starts, `quotas` what a tenant may take, `catalog` and `adoption` change names, `batch` fills plans, `sequences` and
+`pages` account for memory.
 
 Plans may be ahead of results: `plan` may be called while earlier plans run, and results are committed in the order
 of the plans.  After a plan failed, those behind it that were not submitted are given to `amend`, which says what to run
@@ -26,6 +27,7 @@ from tinyloop_service.errors import (
     TinyLoopError,
 )
 from tinyloop_service.scheduler.admission import Admission
+from tinyloop_service.scheduler.adoption import Adoption
 from tinyloop_service.scheduler.batch import compose
 from tinyloop_service.scheduler.catalog import Catalog
 from tinyloop_service.scheduler.door import match_request
@@ -60,6 +62,7 @@ class Core:
         self._requests = Requests(self._sequences, self._prefixes, self._quotas, self._events)
         self._admission = Admission(self._sequences, self._prefixes, self._requests, self._quotas, settings)
         self.catalog = Catalog(limits, self._prefixes, self._admission, self._quotas)
+        self.adoption = Adoption(limits, self._prefixes, self._admission)
         self._next_plan = 1
         self._last_arrival_ns = -_BURST_NS
         self._lost_device = False

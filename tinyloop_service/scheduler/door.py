@@ -37,10 +37,11 @@ def make_recipe(definition: PrefixDefinition, parent: Prefix | None, limits: Lim
     loops, window = definition.loops, definition.cache_window
     if parent is None:
         loops = limits.default_loops if loops is None else loops
-        start, inherited = 0, TokenIds()
+        start, inherited, above = 0, TokenIds(), None
     else:
         loops, window = _match_parent(definition, parent)
         start, inherited = parent.recipe.extent.end, parent.recipe.tokens
+        above = parent.recipe.content_sha256
     window = window or 0
     check_loops(loops, limits)
     check_window(window)
@@ -48,7 +49,7 @@ def make_recipe(definition: PrefixDefinition, parent: Prefix | None, limits: Lim
     if len(tokens) > limits.max_seq_len:
         raise SequenceTooLong(f"a prefix of {len(tokens)} tokens; the model's sequences hold {limits.max_seq_len}")
     extent = Extent(start, len(tokens), loops, window)
-    digest = content_digest(tokens, extent, limits.cache_mode.value, parent)
+    digest = content_digest(tokens, extent, limits.cache_mode.value, above)
     return Recipe(tokens, extent, parent, definition.parent, digest)
 
 

@@ -21,8 +21,9 @@ from contextlib import suppress
 import structlog
 
 from tinyloop_service.engine.api import Engine, Plan, StepResult
-from tinyloop_service.errors import DeviceLost, Draining, EngineFault, ModelClosed
+from tinyloop_service.errors import DeviceLost, Draining, EngineFault, ModelClosed, TinyLoopError
 from tinyloop_service.observer import EPOCH_NS, UNWATCHED, Observer
+from tinyloop_service.scheduler.adoption import Adoption
 from tinyloop_service.scheduler.catalog import UNCHANGED, Catalog, Unchanged
 from tinyloop_service.scheduler.core import Core
 from tinyloop_service.scheduler.delivery import Delivery
@@ -31,7 +32,7 @@ from tinyloop_service.scheduler.request import Counters
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.text import Tokenizer
-from tinyloop_service.types import GenerationRequest, Load, PrefixDefinition, PrefixInfo, PrefixState, Quota
+from tinyloop_service.types import GenerationRequest, Load, PrefixDefinition, PrefixInfo, Quota
 
 __all__ = ["UNCHANGED", "Scheduler", "Unchanged"]
 
@@ -96,7 +97,7 @@ class Scheduler:
         self._core.refuse(ModelClosed())
         if self.fault is None:
             self._core.abort(ModelClosed())
-        self._changed()
+        self.changed()
         self._delivery.fail_all(ModelClosed())  # watchers, who wait for no work
         # 2. the loop lets the plans in flight finish, for a step cannot be interrupted
         if self._task is not None:
@@ -131,7 +132,7 @@ class Scheduler:
         Who is cancelled while waiting leaves; the last one ends the build unless it is `detached` or was asked for
         without waiting.  Without a name the prefix is held by its uid until `release_prefix`.
         """
-        uid = self._catalog.create(
+        uid = self.catalog.create(
             definition,
             tenant=tenant,
             name=name,
@@ -141,16 +142,20 @@ class Scheduler:
             detached=detached,
             now_ns=self.now_ns(),
         )
-        self._changed()
-        info = self._peek(uid)
-        if not wait or info.state is not PrefixState.BUILDING:
-            return info
+        self.changed()
         try:
-            return await self._delivery.built(uid)
+            return await self.built_prefix(uid) if wait else self._peek(uid)
         except BaseException:
             if name is None:  # nobody will know its uid
                 self.release_prefix(uid)
             raise
+
+    async def built_prefix(self, uid: str) -> PrefixInfo:
+        """For who waits by the catalog's `create`: the prefix, READY, also when its build has ended since."""
+        outcome = self._core.catalog.outcome(uid)
+        if isinstance(outcome, TinyLoopError):
+            raise outcome
+        return outcome or await self._delivery.built(uid)
 
     def validate_prefix(
         self,
@@ -162,14 +167,14 @@ class Scheduler:
         pinned: bool = False,
     ) -> PrefixInfo:
         """What `create_prefix` would refuse, or what it would make (with an empty uid), without work."""
-        return self._catalog.preview(definition, tenant, name, expire_time_ns, pinned, self.now_ns())
+        return self.catalog.preview(definition, tenant, name, expire_time_ns, pinned, self.now_ns())
 
     def get_prefix(self, name: str, *, tenant: str = "") -> PrefixInfo:
-        return self._catalog.get(tenant, name, self.now_ns())
+        return self.catalog.get(tenant, name, self.now_ns())
 
     def list_prefixes(self, *, tenant: str = "", after: str = "", limit: int | None = None) -> list[PrefixInfo]:
         """Named ones, by name, the first `limit` of those beyond `after`."""
-        return self._catalog.named(tenant, self.now_ns(), after, limit)
+        return self.catalog.named(tenant, self.now_ns(), after, limit)
 
     def update_prefix(
         self,
@@ -180,19 +185,19 @@ class Scheduler:
         pinned: bool | Unchanged = UNCHANGED,
         etag: str | None = None,
     ) -> PrefixInfo:
-        info = self._catalog.update(tenant, name, expire_time_ns, pinned, etag, self.now_ns())
-        self._changed()
+        info = self.catalog.update(tenant, name, expire_time_ns, pinned, etag, self.now_ns())
+        self.changed()
         return info
 
     def delete_prefix(self, name: str, *, tenant: str = "", etag: str | None = None) -> None:
         """The name ends at once; what runs on it finishes."""
-        self._catalog.delete(tenant, name, etag, self.now_ns())
-        self._changed()
+        self.catalog.delete(tenant, name, etag, self.now_ns())
+        self.changed()
 
     def release_prefix(self, uid: str) -> None:
         """Let go of a nameless prefix; unknown uids are ignored."""
         self._core.catalog.release(uid)
-        self._changed()
+        self.changed()
 
     def watch_prefix(self, name: str, *, tenant: str = "") -> AsyncIterator[PrefixInfo]:
         """Its state now and after every change, several at a time as one; ends with READY or FAILED.  Iterating raises
@@ -207,19 +212,19 @@ class Scheduler:
         stream = Stream(request, now_ns, self, self.tokenizer)
         stream.request = self._core.submit(request, now_ns)
         self._delivery.add(stream)
-        self._changed()
+        self.changed()
         return stream
 
     def cancel(self, request: int) -> None:
         """What Stream.leave calls."""
         self._core.cancel(request)
         self._delivery.remove(request)
-        self._changed()
+        self.changed()
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
         """By tenant, in place of those before; a tenant without an entry has no bounds."""
         self._core.set_quotas(quotas, self.now_ns())
-        self._changed()
+        self.changed()
 
     def load(self, tenant: str | None = None) -> Load:
         """Of one tenant: its own part, as if it had the server to itself."""
@@ -326,7 +331,8 @@ class Scheduler:
                 await self._wake.wait()
         self._wake.clear()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Somebody has talked to the core: tell who waits for it, and go on."""
         self._delivery.deliver()
         self._wake.set()
 
@@ -336,7 +342,15 @@ class Scheduler:
         return info
 
     @property
-    def _catalog(self) -> Catalog:
+    def catalog(self) -> Catalog:
+        """Say `changed` afterwards.  Raises ModelClosed."""
         if self._is_closed:
             raise ModelClosed
         return self._core.catalog
+
+    @property
+    def adoption(self) -> Adoption:
+        """Say `changed` afterwards.  Raises ModelClosed."""
+        if self._is_closed:
+            raise ModelClosed
+        return self._core.adoption

@@ -108,10 +108,9 @@ def use(prefix: Prefix, change: int) -> None:
         assert member.users >= 0
 
 
-def content_digest(tokens: TokenIds, extent: Extent, mode: str, parent: Prefix | None) -> str:
+def content_digest(tokens: TokenIds, extent: Extent, mode: str, parent_digest: str | None) -> str:
     """SHA-256 over what a prefix is: depth, window, mode, its parent's digest, every token as eight bytes."""
-    parent_digest = parent.recipe.content_sha256 if parent is not None else "-"
-    digest = hashlib.sha256(f"{extent.loops}/{extent.window}/{mode}/{parent_digest}/".encode())
+    digest = hashlib.sha256(f"{extent.loops}/{extent.window}/{mode}/{parent_digest or '-'}/".encode())
     digest.update(array("q", tokens).tobytes())
     return digest.hexdigest()
 

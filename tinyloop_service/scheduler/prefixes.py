@@ -35,7 +35,7 @@ class PrefixStore:
     def __init__(self, sequences: Sequences, new_uid: Callable[[], str]) -> None:
         self._sequences = sequences
         self._limits: Limits = sequences.limits
-        self._new_uid = new_uid
+        self.new_uid = new_uid
         self._names: dict[tuple[str, str], Prefix] = {}
         self._by_uid: dict[str, Prefix] = {}
         self._expiries: list[tuple[int, str]] = []
@@ -73,6 +73,10 @@ class PrefixStore:
     def peek_uid(self, uid: str) -> Prefix | None:
         return self._by_uid.get(uid)
 
+    def names(self) -> list[tuple[str, str]]:
+        """Tenant and name of every named one."""
+        return list(self._names)
+
     def named(self, tenant: str, after: str = "", limit: int | None = None) -> list[Prefix]:
         """A tenant's, by name, the first `limit` of those beyond `after`."""
         names = sorted(key for key in self._names if key[0] == tenant and key[1] > after)
@@ -83,29 +87,55 @@ class PrefixStore:
 
     # ---- names and lifetimes
 
-    def add(self, tenant: str, name: str | None, recipe: Recipe, now_ns: int) -> Prefix:
-        """A new record in BUILDING; without a name it is held by one handle."""
-        prefix = Prefix(self._new_uid(), tenant, name, recipe, now_ns, now_ns)
-        self._by_uid[prefix.uid] = prefix
-        if recipe.parent is not None:
-            recipe.parent.children[prefix.uid] = prefix
-            for member in recipe.parent.chain():  # so that a parent was never used longer ago than its child
-                member.last_use_time_ns = now_ns
+    def add(self, tenant: str, name: str | None, recipe: Recipe, now_ns: int, uid: str | None = None) -> Prefix:
+        """A new record in BUILDING; without a name it is held by one handle.  `uid`: a new one is chosen if absent."""
+        prefix = self._insert(Prefix(uid or self.new_uid(), tenant, None, recipe, now_ns, now_ns))
         if name is None:
             prefix.handles = 1
         else:
-            assert (tenant, name) not in self._names, f"{name} is taken"
-            self._names[tenant, name] = prefix
-            self._expired.pop((tenant, name), None)
+            self._give_name(prefix, name)
+        return prefix
+
+    def restore(
+        self, uid: str, tenant: str, name: str | None, recipe: Recipe, create_time_ns: int, now_ns: int
+    ) -> Prefix:
+        """The prefix that was built once, in another process, and is known by its uid: in EVICTED unless it is here
+        already.  Without a name it must be given a child at once."""
+        prefix = self._by_uid.get(uid)
+        if prefix is None:
+            prefix = Prefix(uid, tenant, None, recipe, create_time_ns, now_ns, revision=0, was_ready=True)
+            self._insert(prefix).state = PrefixState.EVICTED
+        elif prefix.state is PrefixState.FAILED:
+            prefix.state, prefix.error, prefix.was_ready = PrefixState.EVICTED, None, True
+        if name is not None:
+            self._give_name(prefix, name)
+        return prefix
+
+    def _insert(self, prefix: Prefix) -> Prefix:
+        self._by_uid[prefix.uid] = prefix
+        if (parent := prefix.recipe.parent) is not None:
+            parent.children[prefix.uid] = prefix
+            for member in parent.chain():  # so that a parent was never used longer ago than its child
+                member.last_use_time_ns = prefix.last_use_time_ns
         self.changed[prefix.uid] = None
         return prefix
 
-    def set_lifetime(self, prefix: Prefix, expire_time_ns: int | None, pinned: bool) -> None:
-        """A new ttl and pin; the etag changes even when they are the old ones."""
+    def _give_name(self, prefix: Prefix, name: str) -> None:
+        key = (prefix.tenant, name)
+        assert prefix.name is None and key not in self._names, f"{name} is taken"
+        prefix.name = name
+        self._names[key] = prefix
+        self._expired.pop(key, None)
+        self.changed[prefix.uid] = None
+
+    def set_lifetime(
+        self, prefix: Prefix, expire_time_ns: int | None, pinned: bool, revision: int | None = None
+    ) -> None:
+        """A new ttl and pin; the etag changes even when they are the old ones.  `revision`: the next one if absent."""
         self.num_pinnings += pinned and not prefix.pinned
         prefix.expire_time_ns = expire_time_ns
         self._pin(prefix, pinned)
-        prefix.revision += 1
+        prefix.revision = prefix.revision + 1 if revision is None else revision
         if expire_time_ns is not None:
             heapq.heappush(self._expiries, (expire_time_ns, prefix.uid))
             if len(self._expiries) > 2 * len(self._by_uid) + 64:  # most are of lifetimes that were renewed
@@ -126,13 +156,21 @@ class PrefixStore:
             prefix = self._by_uid.get(uid)
             if prefix is None or prefix.expire_time_ns != time_ns or not (prefix.name is not None or prefix.handles):
                 continue
-            if prefix.name is not None:
-                self._expired[prefix.tenant, prefix.name] = None
-                if len(self._expired) > _MAX_REMEMBERED_EXPIRIES:
-                    self._expired.popitem(last=False)
             ended.append(prefix)
-            self.end_name(prefix)
+            if prefix.name is not None:
+                self.expire_name(prefix.tenant, prefix.name)
+            else:
+                self.end_name(prefix)
         return ended
+
+    def expire_name(self, tenant: str, name: str) -> None:
+        """The time of a name is over; it is remembered for who asks, also where it was not known."""
+        prefix = self._names.get((tenant, name))
+        if prefix is not None:
+            self.end_name(prefix)
+        self._expired[tenant, name] = None
+        if len(self._expired) > _MAX_REMEMBERED_EXPIRIES:
+            self._expired.popitem(last=False)
 
     @property
     def next_expiry_ns(self) -> int | None:

@@ -1,0 +1,39 @@
+"""`tinyloop serve` with a registry: two processes on one Redis, and a file that cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from command_harness import Server, eventually, serving, tinyloop_process
+from redis_server import RedisServer
+
+TEXT = "In the beginning God created the heaven and the earth."
+
+
+def answer(server: Server) -> str:
+    return server.run("generate", "--prefix", "p", " And", "--max-tokens", "8", "--ignore-eos", "--ids").out
+
+
+def built(server: Server) -> str:
+    state: str = server.run("prefix", "get", "p", "--json").json["state"]
+    return state
+
+
+def test_two_processes_share_their_names(tiny: Path, redis_server: RedisServer) -> None:
+    options = ("--model", tiny, "--registry", redis_server.url)
+    with serving(*options) as a, serving(*options) as b:
+        a.run("prefix", "create", "p", TEXT)
+        assert built(b) == "evicted"
+        first = answer(b)
+        assert first == answer(a) and built(b) == "ready"
+        a.run("prefix", "delete", "p")
+        a.run("prefix", "create", "p", TEXT.upper())
+        other = answer(a)
+        eventually(lambda: answer(b) == other)
+
+
+def test_a_registry_that_cannot_be_is_one_clear_error(tiny: Path) -> None:
+    addresses = ("--listen", "127.0.0.1:0", "--health-listen", "none", "--log-level", "error")
+    options = ("--registry", "sqlite:////no/such/directory/names.db")
+    done = tinyloop_process("serve", "--model", tiny, *options, *addresses, status=1)
+    assert "/no/such/directory/names.db cannot be opened" in done.err and "Traceback" not in done.err
