@@ -66,14 +66,11 @@ DEVICE void turn_heads(const Pieces& pieces, const Token& token, int first_head,
     const int head = first_head + i, kv_head = head - shape.num_heads;
     float values[2][8];
     turn_pieces(values, pieces.first[i], pieces.second[i], cos, sin);
-    Scale scale = {};
-    if (some_keys) {
-      const u32 largest = max(largest_of(values[0]), largest_of(values[1]));
-      scale = int8_scale(largest_of_lanes<kTokenThreads>(largest));
-    }
+    u32 largest = 0;
+    if (some_keys) largest = largest_of_lanes<kTokenThreads>(max(largest_of(values[0]), largest_of(values[1])));
     if (token.position < 0 || kv_head >= shape.num_kv_heads) continue;
     if (kv_head < 0) store_query(values, token, head, q, shape);
-    else store_key(values, scale, token, kv_head, pool, shape);
+    else store_key(values, int8_scale(largest), token, kv_head, pool, shape);
   }
 }
 

@@ -31,7 +31,10 @@ SPEC = replace(
     quant=Quant(4, 64),
 )  # fmt: skip
 # Memory in fp16 pages.  On the CPU an active form takes two more for each page, whatever the page itself takes.
-SCARCE = {("cpu", CacheMode.FP16): 110, ("cpu", CacheMode.H_INT4): 80, ("cuda", CacheMode.FP16): 40}
+SCARCE = {
+    ("cpu", CacheMode.FP16): 110, ("cpu", CacheMode.H_INT4): 80, ("cuda", CacheMode.FP16): 40,
+    ("cuda", CacheMode.INT8): 21,
+}  # fmt: skip
 PLENTY = 6000
 SHAPES = {  # length, loops, window
     "a": (63, None, 0), "b": (64, 3, 0), "c": (65, None, 1), "d": (130, 1, 65), "e": (200, 2, 90), "f": (1, 4, 0),
@@ -138,6 +141,7 @@ async def use(scheduler: Scheduler, request: GenerationRequest, pick: random.Ran
         ("cpu", CacheMode.H_INT4, 2),
         pytest.param("cuda", CacheMode.FP16, 1, marks=pytest.mark.gpu),
         pytest.param("cuda", CacheMode.FP16, 2, marks=pytest.mark.gpu),
+        pytest.param("cuda", CacheMode.INT8, 2, marks=pytest.mark.gpu),
     ],
 )
 async def test_scarce_memory_and_company_change_nothing(kind: Kind, mode: CacheMode, seed: int) -> None:

@@ -7,6 +7,7 @@ another prompt is built in the same plans; each must get what it gets alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from driver import Driver, Held
 from engines import make_engine, weights_of
 
 from tinyloop_service.engine.spec import ModelSpec, Quant
-from tinyloop_service.types import Sampling
+from tinyloop_service.types import CacheMode, Sampling
 
 PLAIN = ModelSpec(
     vocab_size=96, d_model=64, n_heads=1, n_kv_heads=1, head_dim=64, d_ff=128, pre_blocks=1, loop_blocks=1,
@@ -31,15 +32,24 @@ GREEDY = Sampling(logprobs=2)
 HOT = Sampling(temperature=0.8, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.2, logit_bias=((3, 1.5),), seed=9)
 
 
-@pytest.fixture(scope="module", params=["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def cases(kind: str, *modes: CacheMode, **marks: Any) -> list[Any]:
+    return [
+        pytest.param((kind, name, mode), id=f"{kind}-{name}-{mode.value}", **marks) for name in SPECS for mode in modes
+    ]
 
 
-@pytest.fixture(scope="module", params=SPECS)
-def driver(request: pytest.FixtureRequest, kind: str) -> Iterator[Driver]:
-    weights = weights_of(SPECS[request.param])
-    driver = Driver(make_engine(kind, weights, kv_memory=16 << 20, row_counts=(1, 8)))  # type: ignore[arg-type]
+CASES = [
+    *cases("cpu", CacheMode.FP16),
+    *cases("emulated", CacheMode.FP16),  # in other modes: test_cuda_modes.py
+    *cases("cuda", CacheMode.FP16, CacheMode.INT8, marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
+    kind, name, mode = request.param
+    options: dict[str, Any] = {"kv_memory": 16 << 20, "cache_mode": mode, "row_counts": (1, 8)}
+    driver = Driver(make_engine(kind, weights_of(SPECS[name]), **options))
     yield driver
     driver.engine.close()
 

@@ -17,7 +17,8 @@ from tinyloop_service.engine.spec import SIZES
 from tinyloop_service.engine.tensors import Fp16Linear, Int4Linear, with_fp16_blocks
 from tinyloop_service.engine.weights import ModelWeights, random_model, write_model
 from tinyloop_service.errors import EngineFault, InvalidArgument
-from tinyloop_service.settings import EngineSettings
+from tinyloop_service.settings import EngineSettings, Settings
+from tinyloop_service.types import CacheMode
 
 SPEC = replace(SIZES["tiny"], d_model=128, head_dim=64, n_heads=2, n_kv_heads=2, d_ff=128, max_seq_len=128)
 SETTINGS = EngineSettings(kv_memory=4 << 20, threads=2)
@@ -61,6 +62,12 @@ def test_a_gpu_is_taken(weights: ModelWeights, gpu: None, kind: str, why: str) -
     engine: Any = build_engine(weights, replace(SETTINGS, engine=kind, debug=True), progress=said.append)
     assert said == [f"engine: cuda on GPU of the test, {why}"]
     assert engine.weights is weights and engine.given["kv_memory"] == SETTINGS.kv_memory and engine.given["debug"]
+
+
+def test_the_cache_mode_reaches_the_gpu(weights: ModelWeights, gpu: None) -> None:
+    settings = Settings.from_environment({"TINYLOOP_ENGINE": "cuda", "TINYLOOP_CACHE_MODE": "int8"}).engine
+    engine: Any = build_engine(weights, settings)
+    assert engine.given["cache_mode"] is CacheMode.INT8
 
 
 def test_a_gpu_whose_engine_cannot_be_made_is_let_go(weights: ModelWeights, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from tinyloop_service.kernels.device import Argument, Array, Device, Kernel
 from tinyloop_service.kernels.match import match, require
 from tinyloop_service.kernels.page_layout import expected_pool, is_int8
 
-PAGE_TOKENS = 64
 MOST_ROWS = 64
 MOST_QUERIES_PER_KV = 16  # they share one tile of queries
 _TILE_QUERIES = 16

@@ -21,8 +21,8 @@ from tinyloop_service.kernels.linear_wide import WideCut, choose_wide_cut
 from tinyloop_service.kernels.match import KernelArgumentError, match
 from tinyloop_service.kernels.norm import FOLD_ROWS, Fold, num_chunks
 from tinyloop_service.kernels.pack import TILE_ROWS, LinearKind, PackedLinear
+from tinyloop_service.kernels.page_layout import PAGE_TOKENS
 
-PAGE_TOKENS = 64
 AnyCut = Cut | WideCut
 THREADS = 256
 WIDE_ARCH = "sm_90"  # whose warpgroups linear_wide.cu needs

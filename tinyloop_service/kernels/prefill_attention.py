@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinyloop_service.kernels.decode_attention import PAGE_TOKENS, attention_defines, check_heads, softmax_scale
+from tinyloop_service.kernels.decode_attention import attention_defines, check_heads, softmax_scale
 from tinyloop_service.kernels.device import Argument, Array, Device
 from tinyloop_service.kernels.linear import WIDE_ARCH
 from tinyloop_service.kernels.match import match
-from tinyloop_service.kernels.page_layout import expected_pool, is_int8
+from tinyloop_service.kernels.page_layout import PAGE_TOKENS, expected_pool, is_int8
 
 TILE_ROWS = 64  # most queries of a tile
 _THREADS = 128

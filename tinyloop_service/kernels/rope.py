@@ -13,10 +13,10 @@ from typing import Literal
 
 import numpy as np
 
-from tinyloop_service.kernels.decode_attention import PAGE_TOKENS, check_heads
+from tinyloop_service.kernels.decode_attention import check_heads
 from tinyloop_service.kernels.device import Argument, Array, Device
 from tinyloop_service.kernels.match import match, require
-from tinyloop_service.kernels.page_layout import expected_pool, is_int8
+from tinyloop_service.kernels.page_layout import PAGE_TOKENS, expected_pool, is_int8
 
 Pairing = Literal["half", "interleaved"]
 PAIRINGS: tuple[Pairing, ...] = ("half", "interleaved")

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tinyloop_service.kernels.page_layout import PAGE_TOKENS
 from tinyloop_service.kernels.references.int8_pages import int8_page
 
 Array = NDArray[Any]
-
-PAGE_TOKENS = 64
 
 
 def decode_attention(

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels.pack import Pairing
-from tinyloop_service.kernels.references.decode_attention import PAGE_TOKENS, page_views
+from tinyloop_service.kernels.page_layout import PAGE_TOKENS
+from tinyloop_service.kernels.references.decode_attention import page_views
 
 Array = NDArray[Any]
 

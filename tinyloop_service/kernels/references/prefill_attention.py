@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.kernels.references.decode_attention import PAGE_TOKENS, Page, read_page
+from tinyloop_service.kernels.page_layout import PAGE_TOKENS
+from tinyloop_service.kernels.references.decode_attention import Page, read_page
 
 Array = NDArray[Any]
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.kernels.references.decode_attention import PAGE_TOKENS, page_views
+from tinyloop_service.kernels.page_layout import PAGE_TOKENS
+from tinyloop_service.kernels.references.decode_attention import page_views
 from tinyloop_service.kernels.references.int8_pages import int8_page, put
 
 Array = NDArray[Any]
