@@ -37,6 +37,7 @@ from tinyloop_service.engine.weights import ModelWeights, read_model
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.hub import Observation
 from tinyloop_service.registry.names import Names
+from tinyloop_service.registry.prefix_file import FilePrefix, read_prefixes
 from tinyloop_service.registry.starting import start_names
 from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.server import Health, listen, make_server
@@ -164,6 +165,7 @@ class App:
         self._backend = Backend(replica, self._observation)
         self._scheduler: Scheduler | None = None
         self._names: Names | None = None
+        self._prefixes: tuple[FilePrefix, ...] = ()
         self._health = Health()
         self._tokens: TokensFile | None = None
         self._following: asyncio.Task[None] | None = None
@@ -178,6 +180,8 @@ class App:
         server = self._settings.server
         if server.tokens_file:
             self._tokens = TokensFile(server.tokens_file)
+        if self._settings.names.prefixes:
+            self._prefixes = read_prefixes(self._settings.names.prefixes)
         self._server = make_server(server, self._backend, self._tokens)
         self.address = listen(self._server, server.listen, "listen", server_credentials(server))
         if server.health_listen:
@@ -273,7 +277,7 @@ class App:
         self._scheduler = scheduler
         if self._tokens is not None:
             scheduler.set_quotas(self._tokens.tokens.quotas)
-        self._names = await start_names(scheduler, self._settings.names)
+        self._names = await start_names(scheduler, self._settings.names, self._prefixes)
         self._backend.open(scheduler, self._names, loaded.config)
         self._observation.open(
             scheduler.load,

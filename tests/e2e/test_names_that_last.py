@@ -19,9 +19,13 @@ def built(server: Server) -> str:
     return state
 
 
-def test_two_processes_share_their_names(tiny: Path, redis_server: RedisServer) -> None:
-    options = ("--model", tiny, "--registry", redis_server.url)
+def test_two_processes_share_their_names(tiny: Path, redis_server: RedisServer, tmp_path: Path) -> None:
+    file = tmp_path / "prefixes.toml"
+    file.write_text('[[prefix]]\nid = "from-the-file"\ntext = "Once upon a time"\n')
+    options = ("--model", tiny, "--registry", redis_server.url, "--prefixes", file)
     with serving(*options) as a, serving(*options) as b:
+        uids = {server.run("prefix", "get", "from-the-file", "--json").json["uid"] for server in (a, b)}
+        assert len(uids) == 1
         a.run("prefix", "create", "p", TEXT)
         assert built(b) == "evicted"
         first = answer(b)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     "cache_mode",
     "accuracy_level",
     "registry",
+    "prefixes",
     "max_prefixes",
     "max_queue",
     "drain_grace_s",
