@@ -11,9 +11,6 @@ recently used first.  Two rules keep this fair and free of deadlock:
 - Nobody evicts what somebody older waits for.  So the oldest can evict everything idle but its own chain, and a
   prefix built for one request is still there when its turn comes.
 - Younger ones may overtake one that lacks room, until it has waited `aging_ns`; from then on it is next.
-
-Who waits for a quota of its tenant is not there, as far as the others are concerned: it neither ages nor keeps its
-prefix in memory.
 """
 
 from __future__ import annotations
@@ -24,10 +21,11 @@ from enum import Enum
 
 from tinyloop_service.errors import OutOfMemory, PinBudgetExceeded, QueueFull, TinyLoopError
 from tinyloop_service.scheduler.draft import Draft
+from tinyloop_service.scheduler.line import Job, Line, still_waits
 from tinyloop_service.scheduler.prefix import Prefix
 from tinyloop_service.scheduler.prefixes import PrefixStore
-from tinyloop_service.scheduler.quotas import Quotas, Round, Waiting
-from tinyloop_service.scheduler.request import Request, RequestState
+from tinyloop_service.scheduler.quotas import Quotas
+from tinyloop_service.scheduler.request import Request
 from tinyloop_service.scheduler.requests import Requests
 from tinyloop_service.scheduler.sequences import Extent, Feed, Sequences
 from tinyloop_service.settings import SchedulerSettings
@@ -62,18 +60,10 @@ class Admission:
         self._requests = requests
         self._quotas = quotas
         self._settings = settings
-        self._queue: dict[int, tuple[Request | Prefix, int]] = {}  # by order: who, and since when
+        self._line = Line(quotas)
         self._next_order = 1
         self.refusal: TinyLoopError | None = None  # what newcomers get while draining and after
         self._pinnings_seen = 0
-        self._num_kept_back = 0  # by quotas, at the last look
-        self.next_start_ns: int | None = None  # when a quota will let the next of them start, if time alone does
-
-    def __len__(self) -> int:
-        """How many wait; those that left are forgotten here."""
-        if len(self._queue) >= self._settings.max_queue:
-            self._queue = {order: entry for order, entry in self._queue.items() if _still_waits(entry[0], order)}
-        return len(self._queue)
 
     def check_open(self) -> None:
         if self.refusal is not None:
@@ -81,59 +71,62 @@ class Admission:
 
     def check_queue(self, tenant: str, now_ns: int) -> None:
         """Raise QueueFull, or TenantQuotaExceeded, if one more of the tenant may not wait."""
-        if len(self) >= self._settings.max_queue:
-            raise QueueFull(f"queue full: {self._settings.max_queue} requests wait; try again")
-        self._quotas.check_line(tenant, self._waiting(tenant), now_ns)
+        most = self._settings.max_queue
+        if self._line.num_queued >= most:
+            self._line.forget_gone()
+        waiting = self._line.waiting(tenant)
+        if self._line.num_queued >= most or waiting.kept_back >= most:
+            raise QueueFull(f"queue full: {most} requests wait; try again")
+        self._quotas.check_line(tenant, waiting, now_ns)
 
     @property
-    def holds_others(self) -> bool:
+    def is_waited_for(self) -> bool:
         """Somebody waits for more than a quota of his own."""
-        return len(self) > self._num_kept_back
+        return bool(self._line.num_queued)
+
+    @property
+    def next_start_ns(self) -> int | None:
+        """When a quota lets the next one in, if time alone does."""
+        return self._line.next_start_ns
 
     def take_order(self) -> int:
         """The next place in the order of arrival."""
         self._next_order += 1
         return self._next_order - 1
 
-    def add(self, order: int, job: Request | Prefix, now_ns: int) -> None:
+    def add(self, order: int, job: Job, now_ns: int) -> None:
         """A request, or a prefix that was asked for."""
-        self._queue[order] = (job, now_ns)
-        if isinstance(job, Prefix):
-            job.wanted_order = order
+        self._line.add(order, job, now_ns)
 
     def remove(self, order: int) -> None:
-        self._queue.pop(order, None)
+        self._line.remove(order)
 
     def admit(self, draft: Draft, now_ns: int) -> None:
         """Move everybody who can move, oldest first."""
-        overtaken = self._num_kept_back = 0
-        turns = Round(self._quotas, now_ns)
-        for order, (job, since_ns) in list(self._queue.items()):
-            if not _still_waits(job, order):
-                del self._queue[order]
-                continue
-            if self._is_kept_back(job, turns):
-                self._num_kept_back += 1
-                self._queue[order] = (job, now_ns)  # it ages once it may start
+        self._line.let_in(now_ns)
+        overtaken = 0
+        for order, job, since_ns in self._line.queued():
+            if not still_waits(job, order):
+                self._line.remove(order)
                 continue
             turn = self._advance(order, job, draft, now_ns)
-            if turn is Turn.MOVED and not _still_waits(job, order):
-                del self._queue[order]
+            if turn is Turn.MOVED and not still_waits(job, order):
+                self._line.remove(order)
             if turn is not Turn.LACKS_ROOM:
                 continue
             overtaken += 1
             if now_ns - since_ns >= self._settings.aging_ns or overtaken > self._settings.max_overtaken:
-                break
-        self.next_start_ns = turns.next_ns
+                return
 
-    def take_impossible(self) -> list[tuple[Request | Prefix, OutOfMemory]]:
+    def take_impossible(self) -> list[tuple[Job, OutOfMemory]]:
         """Those that can never fit any more, since pins have grown: they must not wait for ever."""
         if self._pinnings_seen == self._prefixes.num_pinnings:
             return []
         self._pinnings_seen = self._prefixes.num_pinnings
-        waiting = [(order, job) for order, (job, _) in self._queue.items() if _still_waits(job, order)]
         impossible = []
-        for order, job in waiting:
+        for order, job in self._line.jobs():
+            if not still_waits(job, order):
+                continue
             try:
                 if isinstance(job, Request):
                     self.check_request_possible(job)
@@ -141,25 +134,12 @@ class Admission:
                     self.check_possible(job.chain(), [], 0)
             except OutOfMemory as error:
                 impossible.append((job, error))
-                del self._queue[order]
+                self._line.remove(order)
         return impossible
 
     # ---- one job
 
-    def _is_kept_back(self, job: Request | Prefix, turns: Round) -> bool:
-        """Whether a request has to wait for a quota of its tenant."""
-        if isinstance(job, Prefix):
-            return False
-        kept_back = not turns.may_start(job.spec.tenant, job.tokens_asked)
-        if job.prefix is not None:
-            (job.prefix.kept_back.add if kept_back else job.prefix.kept_back.discard)(job.order)
-        return kept_back
-
-    def _waiting(self, tenant: str) -> Waiting:
-        jobs = [job for order, (job, _) in self._queue.items() if _still_waits(job, order) and _tenant(job) == tenant]
-        return Waiting(len(jobs), sum(job.tokens_asked for job in jobs if isinstance(job, Request)))
-
-    def _advance(self, order: int, job: Request | Prefix, draft: Draft, now_ns: int) -> Turn:
+    def _advance(self, order: int, job: Job, draft: Draft, now_ns: int) -> Turn:
         target = job if isinstance(job, Prefix) else job.prefix
         chain = target.chain() if target is not None else []
         missing = next((prefix for prefix in chain if prefix.state is not PrefixState.READY), None)
@@ -302,19 +282,12 @@ class Admission:
         found = {member.uid: member for prefix in self._prefixes.pinned.values() for member in prefix.chain()}
         return list(found.values())
 
+    def check(self) -> None:
+        self._line.check()
+
     def _bytes(self, extents: list[Extent]) -> int:
         """What they keep when they are built."""
         return sum(extent.final_pages(self._limits) for extent in extents) * self._limits.page_bytes
-
-
-def _still_waits(job: Request | Prefix, order: int) -> bool:
-    if isinstance(job, Request):
-        return job.state is RequestState.QUEUED
-    return job.wanted_order == order
-
-
-def _tenant(job: Request | Prefix) -> str:
-    return job.spec.tenant if isinstance(job, Request) else job.tenant
 
 
 def _id(prefix: Prefix) -> int:

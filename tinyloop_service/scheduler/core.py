@@ -101,7 +101,7 @@ class Core:
         draft = Draft(self._sequences)
         self._refuse_impossible()  # first: they may hold up others
         self._admission.admit(draft, now_ns)
-        is_busy = self._admission.holds_others or now_ns - self._last_arrival_ns < _BURST_NS
+        is_busy = self._admission.is_waited_for or now_ns - self._last_arrival_ns < _BURST_NS
         compose(draft, self._sequences, self._requests, self.limits, self._settings, is_busy)
         if draft.is_empty and not self._sequences.has_closing:
             return None
@@ -219,6 +219,7 @@ class Core:
         self._sequences.check()
         self._prefixes.check()
         self._requests.check()
+        self._admission.check()
         self._check_users()
         load = self.load()
         assert load.pages_free == self._sequences.pool.free, "pages that neither a prefix nor a request holds"

@@ -26,7 +26,7 @@ from tinyloop_service.scheduler.prefix import Prefix, Recipe, snapshot, use
 from tinyloop_service.scheduler.sequences import Sequence, Sequences
 from tinyloop_service.types import PrefixInfo, PrefixState
 
-_MAX_REMEMBERED_EXPIRIES = 4096
+_MAX_REMEMBERED_EXPIRIES = 4096  # of each tenant
 
 
 class PrefixStore:
@@ -39,7 +39,7 @@ class PrefixStore:
         self._names: dict[tuple[str, str], Prefix] = {}
         self._by_uid: dict[str, Prefix] = {}
         self._expiries: list[tuple[int, str]] = []
-        self._expired: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._expired: dict[str, OrderedDict[str, None]] = {}  # names by tenant, so that none pushes out another's
         self.building: dict[SequenceId, Prefix] = {}
         self.in_memory: dict[str, Prefix] = {}  # by uid: those that have pages
         self.pinned: dict[str, Prefix] = {}  # by uid
@@ -57,7 +57,7 @@ class PrefixStore:
         prefix = self._names.get((tenant, name))
         if prefix is not None:
             return prefix
-        if (tenant, name) in self._expired:
+        if name in self._expired.get(tenant, ()):
             raise PrefixExpired(f"prefix {name!r} has expired; create it again")
         raise PrefixNotFound(f"no prefix {name!r}; create it first")
 
@@ -125,7 +125,7 @@ class PrefixStore:
         assert prefix.name is None and key not in self._names, f"{name} is taken"
         prefix.name = name
         self._names[key] = prefix
-        self._expired.pop(key, None)
+        self._expired.get(prefix.tenant, OrderedDict()).pop(name, None)
         self.changed[prefix.uid] = None
 
     def set_lifetime(
@@ -168,9 +168,10 @@ class PrefixStore:
         prefix = self._names.get((tenant, name))
         if prefix is not None:
             self.end_name(prefix)
-        self._expired[tenant, name] = None
-        if len(self._expired) > _MAX_REMEMBERED_EXPIRIES:
-            self._expired.popitem(last=False)
+        expired = self._expired.setdefault(tenant, OrderedDict())
+        expired[name] = None
+        if len(expired) > _MAX_REMEMBERED_EXPIRIES:
+            expired.popitem(last=False)
 
     @property
     def next_expiry_ns(self) -> int | None:

@@ -52,6 +52,7 @@ class Request:
     window: int
     arrival_ns: int
     state: RequestState = RequestState.QUEUED
+    is_let_in: bool = False  # by the quota of its tenant
     trunk: Sequence | None = None
     rows: list[Row] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens not computed on its behalf; lowered when a prefix is built for it
@@ -78,7 +79,9 @@ class Request:
 
     @property
     def tokens_unused(self) -> int:
-        """Of those asked, the ones it did not generate."""
+        """Of those asked, the ones that were not generated; all of them, if it never started."""
+        if not self.rows:
+            return self.tokens_asked
         return self.spec.n * self.spec.max_tokens - sum(row.num_emitted for row in self.rows)
 
     def prompt(self) -> TokenIds:

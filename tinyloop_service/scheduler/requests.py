@@ -87,7 +87,6 @@ class Requests:
         """Everything it can need is free: reserve it."""
         assert request.state is RequestState.QUEUED
         request.state = RequestState.RUNNING
-        self._quotas.start(request.spec.tenant, request.tokens_asked, now_ns)
         parent = self._join_prefix(request, now_ns)
         extents, spec = request.extents(), request.spec
         if request.has_trunk:
@@ -240,8 +239,8 @@ class Requests:
         if request.trunk is not None:
             del self._trunks[request.trunk.id]
             self._sequences.close(request.trunk)
-        if was_running:
-            self._quotas.end(request.spec.tenant, request.tokens_unused)
+        if request.is_let_in:
+            self._quotas.leave(request.spec.tenant, request.tokens_unused)
         self._leave_prefix(request, was_running)
 
     def _leave_prefix(self, request: Request, was_running: bool) -> None:
@@ -253,13 +252,11 @@ class Requests:
             use(prefix, -1)
         else:
             del prefix.queued[request.order]
-            prefix.kept_back.discard(request.order)
         self._prefixes.settle(prefix)
 
     def check(self) -> None:
         """Phases, tables and sequences agree."""
-        running = [request.spec.tenant for request in self._live.values() if request.state is RequestState.RUNNING]
-        self._quotas.check(Counter(running))
+        self._quotas.check(Counter(request.spec.tenant for request in self._live.values() if request.is_let_in))
         for request in self._live.values():
             assert request.state is not RequestState.DONE
             assert bool(request.rows) == (request.state is RequestState.RUNNING)
