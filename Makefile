@@ -25,7 +25,7 @@ help:
 	@echo "make test    every test (at most 6 minutes on two cores)"
 	@echo "make lint    ruff, mypy --strict, import-linter, buf lint"
 	@echo "make check   lint and test"
-	@echo "make ops-tools  Redis, which the tests of names start; make test does it where it can"
+	@echo "make ops-tools  Redis and promtool, which tests start; make test does it where it can"
 	@echo "make protos  generate tinyloop_service/pb from protos/ again"
 	@echo "make clean   remove .venv, caches and build outputs"
 	@echo
@@ -57,6 +57,11 @@ protos: $(DEV_READY)
 
 # What tests run for real and pip does not have.  Without it their tests are skipped; in CI they fail.
 ops-tools:
+	@command -v promtool >/dev/null || [ -x build/ops/promtool ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && mkdir -p build/ops/prometheus && apt-get update -qq && (cd build/ops/prometheus && apt-get download -qq -o APT::Sandbox::User=root prometheus) \
+	  && dpkg-deb -x build/ops/prometheus/*.deb build/ops/prometheus \
+	  && mv build/ops/prometheus/usr/bin/promtool build/ops/ && rm -r build/ops/prometheus; } \
+	  || echo "promtool is missing, its tests will be skipped; on Debian and Ubuntu: apt install prometheus"
 	@command -v redis-server >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } \
 	  || echo "redis-server is missing, its tests will be skipped; on Debian and Ubuntu: apt install redis-server"

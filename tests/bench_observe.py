@@ -2,9 +2,10 @@
 
     python tests/bench_observe.py [--rows 50] [--new-tokens 200] [--rounds 7]
 
-Three views: the scheduler in process, without an observer and with a server's, taking turns; the observer's calls
-alone; a scrape.  All of it CPU time of the process, so that a busy machine matters less.  Formulas: CPU seconds of a
-round / steps of a round, and / tokens of a round.  The engine is the fake one: what differs is Python alone.
+First the scheduler in process, without an observer and with a server's, taking turns; then the parts alone: what a
+stream does with the tokens of a plan, a step, a call with and without its trace, a scrape.  All of it CPU time of the
+process, so that a busy machine matters less.  Formulas: CPU seconds of a round / steps of a round, and / tokens of a
+round; of the parts the least of five runs.  The engine is the fake one: what differs is Python alone.
 """
 
 from __future__ import annotations
@@ -13,24 +14,32 @@ import argparse
 import asyncio
 import statistics
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from tinyloop_service.bench import describe_machine
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
+from tinyloop_service.observe import traces
 from tinyloop_service.observe.exposition import families
 from tinyloop_service.observe.hub import Observation
-from tinyloop_service.observer import UNWATCHED, Observer
+from tinyloop_service.observe.logs import configure_logging
+from tinyloop_service.observer import UNWATCHED, CallRecord, Observer, RequestRecord
+from tinyloop_service.scheduler.events import Admitted, Sampled
 from tinyloop_service.scheduler.loop import Scheduler
-from tinyloop_service.settings import SchedulerSettings, ServerSettings
+from tinyloop_service.scheduler.stream import Stream
+from tinyloop_service.settings import LogLevel, SchedulerSettings, ServerSettings
 from tinyloop_service.types import GenerationRequest, PrefixDefinition, Stops
 
-CALLS = 200_000
+CALLS = 20_000
 LIMITS = replace(FAKE_LIMITS, num_pages=60_000, max_rows=256)
 
 
-def observation() -> Observation:
+def observation(**settings: Any) -> Observation:
     """As a server with a metrics port has it; the port itself is not opened."""
-    return Observation(ServerSettings(metrics_listen="127.0.0.1:0"), "here")
+    return Observation(ServerSettings(metrics_listen="127.0.0.1:0", **settings), "here")
 
 
 async def seconds_of_a_round(observer: Observer, rows: int, new_tokens: int) -> float:
@@ -52,15 +61,43 @@ async def seconds_of_a_round(observer: Observer, rows: int, new_tokens: int) -> 
     return seconds
 
 
-def microseconds_of_a_call(observer: Observer) -> tuple[float, float]:
-    """generated, step."""
-    began = time.process_time()
-    for _ in range(CALLS):
-        observer.generated("", 1, 1, 2.5e6)
-    between = time.process_time()
-    for _ in range(CALLS):
-        observer.step(50, 1, 0, 2_500_000)
-    return (between - began) / CALLS * 1e6, (time.process_time() - between) / CALLS * 1e6
+@dataclass
+class Alone:
+    """What a stream asks of a scheduler."""
+
+    observer: Observer
+
+    def now_ns(self) -> int:
+        return 0
+
+    def cancel(self, request: int) -> None:
+        pass
+
+
+def microseconds(act: Callable[[int], object], times: int = CALLS) -> float:
+    """CPU time of one `act`, the least of five runs."""
+    best = float("inf")
+    for _ in range(5):
+        began = time.process_time()
+        for i in range(1, times + 1):
+            act(i)
+        best = min(best, (time.process_time() - began) / times * 1e6)
+    return best
+
+
+def piece(observer: Observer) -> float:
+    """A stream takes one plan's tokens."""
+    stream = Stream(GenerationRequest((1,), 10**9, want_text=False), 0, Alone(observer), None)
+    stream.deliver_start(Admitted(1, 0, 1, 1))
+    return microseconds(lambda i: stream.deliver_tokens(Sampled(1, 0, (5,), (), None, 1000 * i), 10**7))
+
+
+def call(watching: Observation) -> float:
+    """A call ends; its log line is below the level."""
+    request = RequestRecord("t", "p", 1, 1000, 0, 0, 2000, 3000, 4000, 4000, 10, 8, 5, ["length"])
+    record = CallRecord("tinyloop.v1.GenerationService", "Generate", "id", 900, (), "t", "p", request)
+    record.end_ns = 5000
+    return microseconds(lambda i: watching.call_ended(record), 500)
 
 
 def milliseconds_of_a_scrape(watching: Observation) -> tuple[float, float]:
@@ -78,6 +115,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
+    configure_logging(ServerSettings(log_level=LogLevel.ERROR))
+    traces.otlp_exporter = lambda endpoint: InMemorySpanExporter()
     watching = observation()
     sides: dict[str, tuple[Observer, list[float]]] = {"unwatched": (UNWATCHED, []), "watched": (watching, [])}
     for _ in range(args.rounds):
@@ -89,8 +128,9 @@ def main() -> None:
         median = statistics.median(per_step)
         spread = f"{per_step[0]:.0f}–{per_step[-1]:.0f}"
         print(f"{name:10s} {median:7.0f} µs a step ({spread}), {median / args.rows:6.2f} µs a token")
-    generated, step = microseconds_of_a_call(watching)
-    print(f"alone      generated {generated:.2f} µs, step {step:.2f} µs a call")
+    print(f"a piece    {piece(UNWATCHED):.2f} µs for a stream, watched {piece(watching):.2f}")
+    print(f"a step     {microseconds(lambda i: watching.step(50, 1, 0, 2_500_000)):.2f} µs")
+    print(f"a call     {call(watching):.1f} µs, traced {call(observation(otlp_endpoint='http://127.0.0.1:9')):.1f}")
     on_loop, beside = milliseconds_of_a_scrape(watching)
     print(f"a scrape   {on_loop:.2f} ms on the event loop, {beside:.2f} ms beside it")
 

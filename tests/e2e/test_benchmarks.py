@@ -49,6 +49,14 @@ def test_cache_modes_side_by_side() -> None:
     assert lines["h-int4"][1] == f"{pages * 64 * (192 + 6 * 4) / 2**20:.2f} MiB", "six groups of 64 channels"
 
 
+def test_what_watching_costs() -> None:
+    command = (sys.executable, str(TESTS / "bench_observe.py"), "--rows", "2", "--new-tokens", "5", "--rounds", "1")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    parts = [line.split("  ")[0] for line in done.stdout.splitlines()[1:]]
+    assert parts == ["unwatched", "watched", "a piece", "a step", "a call", "a scrape"]
+
+
 def test_kernels_in_emulation(tmp_path: Path) -> None:
     printed, measured = run("bench_kernels.py", tmp_path / "out.json", "--emulated")
     profiles = {profile["title"]: profile["lines"] for profile in measured["profiles"]}

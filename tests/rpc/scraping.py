@@ -25,9 +25,14 @@ class Scrape:
     def series(self, name: str) -> dict[Labels, float]:
         return {labels: value for (sample, labels), value in self.values.items() if sample == f"tinyloop_{name}"}
 
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """Values by one label; zeros left out."""
-        return {dict(labels)[label]: value for labels, value in self.series(name).items() if value}
+    def by(self, name: str, *names: str) -> dict[str | tuple[str, ...], float]:
+        """Values by one label, or by several; zeros left out."""
+        found: dict[str | tuple[str, ...], float] = {}
+        for labels, value in self.series(name).items():
+            key = tuple(dict(labels)[label] for label in names)
+            if value:
+                found[key[0] if len(key) == 1 else key] = value
+        return found
 
 
 def read(address: str) -> str:

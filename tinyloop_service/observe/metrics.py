@@ -13,9 +13,16 @@ from copy import deepcopy
 from typing import Self
 
 from tinyloop_service.observer import BuildRecord, CallRecord, RequestRecord
+from tinyloop_service.pb import generation_pb2, model_pb2, prefix_pb2
 
 NS = 1e9
 FINISH_REASONS = ("stop", "eos", "length", "cancelled", "error")
+_METHODS = [
+    method.name
+    for contract in (generation_pb2, model_pb2, prefix_pb2)
+    for service in contract.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
 _ONE_TWO_FIVE = (1, 2, 5)
 
 
@@ -42,7 +49,10 @@ class Histogram:
 
 
 class Metrics:
-    """All counts since the start.  By tenant where a dictionary's keys begin with one."""
+    """All counts since the start.  By tenant where a dictionary's keys begin with one.
+
+    What an alert waits for is there as 0 from the start: Prometheus sees no increase in a series that begins at 1.
+    """
 
     def __init__(self) -> None:
         self.prompt_tokens: defaultdict[str, int] = defaultdict(int, {"": 0})
@@ -50,8 +60,10 @@ class Metrics:
         self.generated_tokens: defaultdict[str, int] = defaultdict(int, {"": 0})
         self.finished: defaultdict[tuple[str, str], int] = defaultdict(int, {("", r): 0 for r in FINISH_REASONS})
         self.rejections: defaultdict[tuple[str, str], int] = defaultdict(int)  # tenant, reason
-        self.calls: defaultdict[tuple[str, str], int] = defaultdict(int)  # method, code
-        self.failed_builds: defaultdict[str, int] = defaultdict(int)  # by reason
+        self.calls: defaultdict[tuple[str, str], int] = defaultdict(  # method, code
+            int, {(method, code): 0 for method in _METHODS for code in ("OK", "INTERNAL")}
+        )
+        self.failed_builds: defaultdict[str, int] = defaultdict(int, {"ENGINE_FAULT": 0, "OUT_OF_MEMORY": 0})
         self.prefilled_tokens = 0
         self.queue_time = Histogram(_decades(-3, 2), NS)
         self.ttft = Histogram(_decades(-3, 2), NS)
