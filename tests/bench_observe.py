@@ -33,7 +33,7 @@ from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.settings import LogLevel, SchedulerSettings, ServerSettings
 from tinyloop_service.types import GenerationRequest, PrefixDefinition, Stops
 
-CALLS = 20_000
+CALLS = 5_000
 LIMITS = replace(FAKE_LIMITS, num_pages=60_000, max_rows=256)
 
 
@@ -97,7 +97,7 @@ def call(watching: Observation) -> float:
     request = RequestRecord("t", "p", 1, 1000, 0, 0, 2000, 3000, 4000, 4000, 10, 8, 5, ["length"])
     record = CallRecord("tinyloop.v1.GenerationService", "Generate", "id", 900, (), "t", "p", request)
     record.end_ns = 5000
-    return microseconds(lambda i: watching.call_ended(record), 500)
+    return microseconds(lambda i: watching.call_ended(record), 200)
 
 
 def milliseconds_of_a_scrape(watching: Observation) -> tuple[float, float]:
