@@ -213,7 +213,7 @@ class App:
         settings = self._settings.server
         grace_s = settings.drain_grace_s if grace_s is None else grace_s
         await self._health.set_ready(False)
-        self._observation.drain()
+        self._observation.set_ready(False)
         await self._unless_hurried(asyncio.sleep(settings.drain_pause_s))
         if self._warming is not None and not self._warming.done():
             self._warming.cancel()
@@ -277,15 +277,12 @@ class App:
         self._scheduler = scheduler
         if self._tokens is not None:
             scheduler.set_quotas(self._tokens.tokens.quotas)
+        facts = {"model_id": limits.model_id, "engine": scheduler.engine_name, "cache_mode": limits.cache_mode.value}
+        self._observation.open(scheduler.load, **facts)
         self._names = await start_names(scheduler, self._settings.names, self._prefixes)
         self._backend.open(scheduler, self._names, loaded.config)
-        self._observation.open(
-            scheduler.load,
-            model_id=limits.model_id,
-            engine=scheduler.engine_name,
-            cache_mode=limits.cache_mode.value,
-        )
         await self._health.set_ready(True)
+        self._observation.set_ready(True)
         _log.info("ready", engine=scheduler.engine_name, model_id=limits.model_id)
 
     async def _follow(self, file: TokensFile) -> None:

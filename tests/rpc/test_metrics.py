@@ -16,6 +16,7 @@ from scraping import Scrape, scrape
 from tenants_harness import STRANGER, A, B, write_tokens
 
 from tinyloop_service.app import App, LoadedModel
+from tinyloop_service.client import AsyncClient
 from tinyloop_service.engine.api import Open, Plan
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.errors import EngineFault, InvalidArgument, PrefixNotFound
@@ -239,12 +240,17 @@ async def test_tenants_are_counted_apart(tmp_path: Path) -> None:
     assert seen.by("rejections_total", "tenant", "reason") == {("b", "PREFIX_NOT_FOUND"): 1, ("", "UNAUTHENTICATED"): 1}
 
 
+async def generate_one(app: App) -> None:
+    async with AsyncClient(app.address) as client:
+        assert len((await client.complete((1, 2), max_tokens=3, ignore_eos=True)).token_ids) == 3
+
+
 async def test_before_the_model_is_loaded_and_while_draining() -> None:
-    gate = threading.Event()
+    gate, held = threading.Event(), threading.Event()
 
     def load() -> LoadedModel:
         gate.wait()
-        return LoadedModel(FakeEngine(), None, CONFIG)
+        return LoadedModel(FakeEngine(gate=held), None, CONFIG)
 
     app = App(Settings(server=replace(SERVER, metrics_listen=PORT)), load)
     await app.start()
@@ -265,11 +271,17 @@ async def test_before_the_model_is_loaded_and_while_draining() -> None:
         facts = dict(labels)
         assert (facts["engine"], facts["replica"], facts["cache_mode"]) == ("fake", "replica-0", "fp16")
         assert facts["model_id"] == "fake" and facts["version"]
-        await app._health.set_ready(False)
-        app._observation.drain()
+        running = asyncio.create_task(generate_one(app))
+        await until(lambda: app._backend.scheduler.load().requests_running == 1)
+        draining = asyncio.create_task(app.stop(grace_s=10.0))
+        await until(lambda: not app._observation.snapshot().is_ready)
         assert (await scrape(app.metrics_address))("ready") == 0
+        held.set()
+        await running
+        await draining
     finally:
         gate.set()
+        held.set()
         await app.stop(grace_s=0.0)
     with pytest.raises(OSError):
         await scrape(app.metrics_address)

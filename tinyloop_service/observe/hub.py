@@ -38,7 +38,7 @@ class Observation:
         self._server: MetricsServer | None = None
         self._load: Callable[[], Load] | None = None
         self._facts: Mapping[str, str] = {}
-        self._is_draining = False
+        self._is_ready = False
 
     # ---- lifetime
 
@@ -53,12 +53,12 @@ class Observation:
             self._server = MetricsServer(self._settings.metrics_listen, self.snapshot)
 
     def open(self, load: Callable[[], Load], **facts: str) -> None:
-        """The model is loaded.  `facts`: the labels of tinyloop_build_info besides version and replica."""
+        """There is a scheduler.  `facts`: the labels of tinyloop_build_info besides version and replica."""
         self._load, self._facts = load, {"version": _VERSION, "replica": self._replica, **facts}
 
-    def drain(self) -> None:
-        """From now on the server is not ready."""
-        self._is_draining = True
+    def set_ready(self, ready: bool) -> None:
+        """As health has it."""
+        self._is_ready = ready
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -69,7 +69,7 @@ class Observation:
     def snapshot(self) -> Snapshot:
         """All metrics of this moment."""
         load = self._load() if self._load is not None else None
-        is_ready = load is not None and load.accepting and not self._is_draining
+        is_ready = self._is_ready and load is not None and load.accepting
         return Snapshot(self._metrics.copy(), load, is_ready, self._facts)
 
     # ---- what an observer hears
