@@ -15,7 +15,6 @@ from tinyloop_service.client import Prefix
 from tinyloop_service.client.results import ModelInfo
 from tinyloop_service.types import CacheMode, Load, PrefixState
 
-NOW = datetime.now(UTC)
 MODEL = ModelInfo("cafe" * 16, "cpu", "1", "replica-0", 8, 16, 4096, 64, CacheMode.FP16, True, (0,), {})
 IDLE = Load(0, 0, 1000, 1000, 0, 0, 0, 2**20, 0, 0, 0, accepting=True)
 BUSY = replace(
@@ -37,10 +36,11 @@ BUSY = replace(
 
 
 def prefix(name: str, size: int, **fields: Any) -> Prefix:
+    now = datetime.now(UTC)
     fixed: dict[str, Any] = {
         "uid": name, "etag": "e", "state": PrefixState.READY, "error": None, "token_count": 1234, "loops": 8,
         "cache_window": 0, "cache_mode": CacheMode.FP16, "shared_bytes": 0, "content_sha256": "", "parent": None,
-        "pinned": False, "create_time": NOW, "expire_time": None, "last_use_time": NOW - timedelta(seconds=90),
+        "pinned": False, "create_time": now, "expire_time": None, "last_use_time": now - timedelta(seconds=100),
         "use_count": 0, "build_duration": timedelta(0), "tokens_built": 1234,
     }  # fmt: skip
     return Prefix(id=name, size_bytes=size, **{**fixed, **fields})
@@ -102,7 +102,7 @@ def test_prefixes_are_ordered_as_asked(order: str, names: list[str]) -> None:
 
 
 def test_a_prefix_s_row() -> None:
-    made = prefix("rag", 80 * 2**20, pinned=True, use_count=5, expire_time=NOW + timedelta(minutes=31))
+    made = prefix("rag", 80 * 2**20, pinned=True, use_count=5, expire_time=datetime.now(UTC) + timedelta(minutes=31))
     shown = line(text(frame(BUSY, BUSY, made)), "rag")
     assert " ".join(shown.split()) == "rag pinned ready 1,234 8 80.0 MiB 5 2.5 2 min ago in 31 min"
     half = prefix("new", 0, state=PrefixState.BUILDING, tokens_built=617)
