@@ -71,13 +71,14 @@ struct Pages {
 
   // Then the next page may come.
   DEVICE const Stage& take(int) {
-    const Piece* keys = reinterpret_cast<const Piece*>(arrival.keys);
-    const Piece* values = reinterpret_cast<const Piece*>(arrival.values);
-#pragma unroll
-    for (int i = 0; i < kHeadPieces / kThreads; ++i) {
-      const int c = i * kThreads + threadIdx.x;
-      stage.keys[swizzled(c / kRowPieces, c % kRowPieces, kRowPieces)] = halves_of(keys[c]);
-      stage.values[swizzled(c / 8, c % 8, 8)] = halves_of(values[c]);
+    const Piece* keys = reinterpret_cast<const Piece*>(arrival.keys) + threadIdx.x;
+    const Piece* values = reinterpret_cast<const Piece*>(arrival.values) + threadIdx.x;
+    uint4* to_keys = stage.keys + swizzled(threadIdx.x / kRowPieces, threadIdx.x % kRowPieces, kRowPieces);
+    uint4* to_values = stage.values + swizzled(threadIdx.x / 8, threadIdx.x % 8, 8);
+#pragma unroll 4  // all at once would take the registers of the state
+    for (int i = 0; i < kHeadPieces; i += kThreads) {  // an even number of rows further on
+      to_keys[i] = halves_of(keys[i]);
+      to_values[i] = halves_of(values[i]);
     }
     stage.copy_scales(arrival.of_keys, arrival.of_values,
                       [](uint4* shared, const uint4* scales, int) { *shared = *scales; });
