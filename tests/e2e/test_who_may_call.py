@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority
-from command_harness import Server, serving, tinyloop, tinyloop_process
+from command_harness import Server, serving, tinyloop
 
 from tinyloop_service import Client, Tls
 
@@ -88,9 +88,7 @@ def test_a_file_that_is_wrong_is_one_line(tmp_path: Path) -> None:
     for done in (
         tinyloop("token", "check", path, status=1),
         tinyloop("token", "new", "acme", "--add-to", path, status=1),
-        tinyloop_process(
-            "serve", "--tokens-file", path, "--listen", "127.0.0.1:0", "--health-listen", "none", status=1
-        ),
+        tinyloop("serve", "--tokens-file", path, "--listen", "127.0.0.1:0", "--health-listen", "none", status=1),
     ):
         assert "tenant: expected" in done.err and "Traceback" not in done.err
     assert path.read_text() == "[[token]]\ntenant = 3\n"

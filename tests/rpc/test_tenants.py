@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from rpc_harness import Served, collect, ids, reason_of, serving, until
+from rpc_harness import Served, collect, ids, reason_of, serving
 from tenants_harness import ADMIN, A, B, bearer, write_tokens
 
 import tinyloop_service
@@ -25,6 +25,7 @@ from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import model_pb2
 from tinyloop_service.pb import prefix_pb2 as p
 from tinyloop_service.rpc import tokens
+from tinyloop_service.settings import NamesSettings
 from tinyloop_service.types import PrefixState
 
 PROMPT = tuple(range(1, 150))
@@ -36,13 +37,25 @@ PACKAGE = str(Path(tinyloop_service.__file__).parent)
 async def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
     """A server where tenant a has the prefix `theirs`, and an expired one."""
     monkeypatch.setattr(tokens, "LOOK_EVERY_S", 3600)  # nothing else runs while lines are counted
-    path = write_tokens(tmp_path / "tokens.toml")
-    async with serving(tokens_file=str(path)) as served:
+    async with serving_tenants(tmp_path, "memory") as served:
+        yield served
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+async def remembered(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Served]:
+    """The same, wherever names are remembered."""
+    registry = {"memory": "memory", "sqlite": f"sqlite:///{tmp_path}/names"}[request.param]
+    async with serving_tenants(tmp_path, registry) as served:
+        yield served
+
+
+@asynccontextmanager
+async def serving_tenants(folder: Path, registry: str) -> AsyncIterator[Served]:
+    path = write_tokens(folder / "tokens.toml")
+    async with serving(tokens_file=str(path), names=NamesSettings(registry=registry)) as served:
         async with served.client(token=A) as client:
             await client.create_prefix("theirs", PROMPT)
-            await client.create_prefix("expired", PROMPT)
-            await client.update_prefix("expired", ttl=0.001)
-            await until(lambda: len(served.scheduler.list_prefixes(tenant="a")) == 1)
+        served.scheduler._core._prefixes.expire_name("a", "expired")  # as when its time has come
         yield served
 
 
@@ -81,16 +94,16 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 async def test_another_tenants_name_is_answered_as_an_unknown_one(
-    shared: Served, call: Callable[[Served, str], Any]
+    remembered: Served, call: Callable[[Served, str], Any]
 ) -> None:
     for name in (THEIRS, "prefixes/expired"):
-        known, unknown = await refusal(call(shared, name)), await refusal(call(shared, NOBODYS))
+        known, unknown = await refusal(call(remembered, name)), await refusal(call(remembered, NOBODYS))
         assert reason_of(known) == reason_of(unknown) == ("NOT_FOUND", "PREFIX_NOT_FOUND")
         bare = [(error.details() or "").replace(n[9:], "NAME") for error, n in ((known, name), (unknown, NOBODYS))]
         assert bare[0] == bare[1] and "NAME" in bare[0]
         keys = [[key for key, _ in error.trailing_metadata() or ()] for error in (known, unknown)]
         assert keys[0] == keys[1]
-    async with shared.client(token=A) as client:
+    async with remembered.client(token=A) as client:
         theirs = await client.get_prefix("theirs")
         assert theirs.state is PrefixState.READY and not theirs.pinned and theirs.use_count == 0
 
@@ -154,13 +167,17 @@ async def test_it_takes_the_same_time(shared: Served, method: str) -> None:
     assert rank_sum([value + tenths[-1] - tenths[0] for value in took[THEIRS]], took[NOBODYS]) > 5
 
 
-async def test_tenants_have_their_own_names_lists_and_contents(shared: Served) -> None:
-    async with shared.client(token=A) as a, shared.client(token=B) as b, shared.client(token=ADMIN) as admin:
+async def test_tenants_have_their_own_names_lists_and_contents(remembered: Served) -> None:
+    async with (
+        remembered.client(token=A) as a,
+        remembered.client(token=B) as b,
+        remembered.client(token=ADMIN) as admin,
+    ):
         mine = await b.create_prefix("theirs", (1, 2, 3))
         assert mine.uid != (await a.get_prefix("theirs")).uid
-        built = shared.engine.tokens_prefilled
+        built = remembered.engine.tokens_prefilled
         same = await b.create_prefix("same", PROMPT)  # equal tokens, nothing shared: it would show in the time
-        assert shared.engine.tokens_prefilled == built + len(PROMPT) and same.shared_bytes == 0
+        assert remembered.engine.tokens_prefilled == built + len(PROMPT) and same.shared_bytes == 0
         assert [prefix.id for prefix in await a.list_prefixes()] == ["theirs"]
         assert [prefix.id for prefix in await b.list_prefixes()] == ["same", "theirs"]
         assert await admin.list_prefixes() == [], "no right reaches what is another tenant's"
