@@ -94,7 +94,7 @@ def piece(observer: Observer) -> float:
 
 def call(watching: Observation) -> float:
     """A call ends; its log line is below the level."""
-    request = RequestRecord("t", "p", 1, 1000, 0, 0, 2000, 3000, 4000, 4000, 10, 8, 5, ["length"])
+    request = RequestRecord("t", "p", 1, 1000, 0, 0, 2000, 3000, 4000, 10, 8, 5, ["length"])
     record = CallRecord("tinyloop.v1.GenerationService", "Generate", "id", 900, (), "t", "p", request)
     record.end_ns = 5000
     return microseconds(lambda i: watching.call_ended(record), 200)

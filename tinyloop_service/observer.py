@@ -40,7 +40,6 @@ class RequestRecord:
     build_end_ns: int = 0
     admitted_ns: int = 0
     first_token_ns: int = 0  # the first non-empty piece of any choice
-    last_token_ns: int = 0
     end_ns: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

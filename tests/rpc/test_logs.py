@@ -15,6 +15,7 @@ from tinyloop_service.observe.logs import log_call
 from tinyloop_service.observer import CallRecord, RequestRecord
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import prefix_pb2 as p
+from tinyloop_service.settings import SchedulerSettings
 
 PROMPT = tuple(1 + i * 7 % 500 for i in range(100))
 MS = 10**6
@@ -50,6 +51,20 @@ async def test_the_line_of_a_generation(quiet_logs: Logs) -> None:
     }
     assert 0 <= generate["queue_ms"] <= generate["ttft_ms"] <= generate["ms"]
     assert "code" not in generate and "tenant" not in generate, "what does not apply is left out"
+
+
+async def test_builds_have_lines_also_those_that_a_request_caused(quiet_logs: Logs) -> None:
+    async with serving(scheduler=SchedulerSettings(max_prefixes=1)) as served:
+        for name in ("p", "q"):
+            create = p.CreatePrefixRequest(prefix_id=name, input=ids(*PROMPT))
+            await served.prefixes.CreatePrefix(create)
+        await collect(served.generation.Generate(request(1, 2, prefix="prefixes/p")))
+    assert [(log["prefix"], log["tokens"]) for log in lines(quiet_logs, "built")] == [
+        ("p", 100),
+        ("q", 100),
+        ("p", 100),
+    ]
+    assert all(log["ms"] > 0 for log in lines(quiet_logs, "built"))
 
 
 async def test_the_lines_of_what_went_otherwise(quiet_logs: Logs) -> None:
@@ -95,7 +110,7 @@ async def test_no_slow_line_where_none_is_wanted(quiet_logs: Logs) -> None:
 
 
 def call_of(method: str, took_ns: int) -> CallRecord:
-    record = RequestRecord("team", "p", 1, 0, 0, 0, 3 * MS, 8 * MS, 20 * MS, 20 * MS, 12, 10, 4, ["length"])
+    record = RequestRecord("team", "p", 1, 0, 0, 0, 3 * MS, 8 * MS, 20 * MS, 12, 10, 4, ["length"])
     call = CallRecord("tinyloop.v1.GenerationService", method, "id", 0, (), "team", "p", record)
     call.end_ns = took_ns
     return call

@@ -45,7 +45,7 @@ class Spans:
     def all(self) -> list[ReadableSpan]:
         traced = self._served.app._observation._traces
         assert traced is not None
-        traced.flush()
+        traced._provider.force_flush()
         return list(self._exporter.get_finished_spans())
 
     def call(self, method: str) -> ReadableSpan:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.exposition import MetricsServer, Snapshot
-from tinyloop_service.observe.logs import log_call
+from tinyloop_service.observe.logs import log_build, log_call
 from tinyloop_service.observe.metrics import Metrics
 from tinyloop_service.observer import UNWATCHED, BuildRecord, CallRecord, Observer, RequestRecord
 from tinyloop_service.settings import ServerSettings
@@ -88,6 +88,7 @@ class Observation:
 
     def build_ended(self, record: BuildRecord) -> None:
         self._counting.build_ended(record)
+        log_build(record)
 
     def step(self, num_rows: int, num_steps: int, num_prefilled: int, duration_ns: int) -> None:
         self._counting.step(num_rows, num_steps, num_prefilled, duration_ns)

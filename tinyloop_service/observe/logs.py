@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from tinyloop_service.observer import CallRecord
+from tinyloop_service.observer import BuildRecord, CallRecord
 from tinyloop_service.settings import LogFormat, ServerSettings
 
 _log = structlog.get_logger("tinyloop.rpc")
@@ -46,6 +46,17 @@ class _Forward(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         structlog.get_logger(record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info)
+
+
+def log_build(build: BuildRecord) -> None:
+    """A prefix was built, asked for by name or because a request needed it again; or it could not be."""
+    facts: dict[str, Any] = {"prefix": build.name, "tokens": build.num_tokens}
+    if build.tenant:
+        facts["tenant"] = build.tenant
+    if build.error is None:
+        _log.info("built", **facts, ms=_ms(build.build_ns))
+    else:
+        _log.warning("build failed", **facts, reason=build.error)
 
 
 def log_call(call: CallRecord, slow_ns: float, trace_id: str | None) -> None:

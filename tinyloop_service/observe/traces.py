@@ -76,10 +76,6 @@ class Traces:
         closing.start()
         closing.join(_CLOSE_S)
 
-    def flush(self) -> None:
-        """Send what has ended so far."""
-        self._provider.force_flush()
-
     def _add_build(self, call: CallRecord, inside: Context) -> None:
         """A build that the call itself asked for: it waits, and then it is built."""
         started_ns = max(call.begin_ns, call.build_start_ns)

@@ -31,7 +31,7 @@ def decode(text: str | bytes) -> PrefixRecord:
         fields["ancestors"] = tuple(Ancestor(**ancestor) for ancestor in fields["ancestors"])
         return PrefixRecord(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        _log.error("a record cannot be read", error=repr(error), record=text[:80])
+        _log.error("a record cannot be read", error=type(error).__name__, size=len(text))  # it may have a prompt
         raise PrefixDamaged("what the registry holds of this prefix cannot be read; use another id") from error
 
 

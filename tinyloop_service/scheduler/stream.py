@@ -194,7 +194,6 @@ class Stream:
         """Tokens of a choice have come: none of its first ones has a gap before it, all later ones have."""
         record = self.record
         record.generated_tokens += num_tokens
-        record.last_token_ns = time_ns
         if not record.first_token_ns:
             record.first_token_ns = time_ns
             self._observer.first_token(record)
