@@ -273,5 +273,7 @@ class Names:
             self._mirror.settled(uid)
 
     def _info(self, record: PrefixRecord) -> PrefixInfo:
+        """As it is in memory, unless it was changed elsewhere a moment ago."""
         known = self._scheduler.catalog.peek(record.uid)
-        return known if known is not None and known.name == record.name else self._scheduler.adoption.describe(record)
+        is_same = known is not None and (known.name, known.etag) == (record.name, record.etag)
+        return known if known is not None and is_same else self._scheduler.adoption.describe(record)
