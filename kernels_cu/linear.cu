@@ -1,6 +1,7 @@
 // Decode linears: s[r][n] = Σ_k weight[n][k] · x[r][k] for 1 to 64 rows r, and what each linear's sums become.
 //
-//   linear_qkv       q[r] = rope(s) as half; K = rope(s) and V = s as half into the row's page (qkv.cuh); either alone
+//   linear_qkv       q[r] = rope(s) as half; K = rope(s) and V = s as half into the row's page (qkv.cuh), or with TL_KV_ROWS
+//                    into the row's kv, half [rows][2][G][D], which is then the pool; q or K and V alone
 //   linear_gate_up   h[r][c] = silu(s_gate) · s_up as half
 //   linear_partials  partials[blockIdx.y][r][n] = s over this block's parts of K; fold_norm adds them up
 //   linear_logits    logits[r][n] = s
@@ -131,7 +132,7 @@ DEVICE void matmul(const Product& p, const Fold& fold, unsigned char* shared, Ep
 
 #if TL_EPILOGUE == QKV
 // position   int32 [rows], −1: a padding row, which stores nothing
-// row_slot   int32 [rows]              tables  int32 [slots][max_layers][max_blocks], page ids
+// row_slot   int32 [rows]              tables  int32 [slots][max_layers][max_blocks], page ids; null with TL_KV_ROWS
 // pool       half [pages][2·G·64·D]    cos, sin  float [max_seq_len][D/2]    q  half [rows][H·D]
 extern "C" __global__ void __launch_bounds__(kThreads)
     linear_qkv(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs, int keep,

@@ -1,6 +1,7 @@
 // Decode linears of many rows on sm_90a: as linear.cu, whose bits they have.
 //
-//   linear_qkv       q[r] = rope(s) as half; K = rope(s) and V = s as half into the row's page (heads.cuh)
+//   linear_qkv       q[r] = rope(s) as half; K = rope(s) and V = s as half into the row's page, or with TL_KV_ROWS
+//                    into the row's kv, half [rows][2][G][D], which is then the pool (heads.cuh)
 //   linear_gate_up   h[r][c] = silu(s_gate) · s_up as half
 //   linear_partials  partials[blockIdx.y / cluster][r][n] = s over this cluster's parts of K; fold_norm adds them up
 //   linear_logits    logits[r][n] = s
@@ -92,9 +93,8 @@ struct StoreHeads {
   DEVICE void load_target() {
     if (threadIdx.x >= kOwnRows) return;
     const int row = own_row(threadIdx.x / 8, threadIdx.x % 8);
-    const int position = row < rows ? pages.position[row] : -1, slot = row < rows ? pages.row_slot[row] : -1;
-    const i32 page = position < 0 || slot < 0 ? -1 : *page_of(pages, position, slot);
-    targets[threadIdx.x] = target_of(pages, heads, page, position);
+    const int position = row < rows ? pages.position[row] : -1, slot = row < rows ? slot_of(pages, row) : -1;
+    targets[threadIdx.x] = target_of(pages, heads, page_of(pages, row, position, slot), position);
   }
 
   DEVICE void store(int tile, int g, int row, const float4& sums) {
@@ -113,7 +113,7 @@ struct StoreHeads {
 };
 
 // position   int32 [rows], −1: a padding row, which stores nothing
-// row_slot   int32 [rows]              tables  int32 [slots][max_layers][max_blocks], page ids
+// row_slot   int32 [rows]              tables  int32 [slots][max_layers][max_blocks], page ids; null with TL_KV_ROWS
 // pool       half [pages][2·G·64·D]    cos, sin  float [max_seq_len][D/2]    q  half [rows][H·D]
 extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads, 1)
     linear_qkv(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs, int keep,

@@ -184,9 +184,9 @@ class Costs:
         return Cost(cache_bytes=qkv + q + (qkv - q) // 2)
 
     def append_int8(self, args: tuple[Any, ...]) -> Cost:
-        """A token of a row's fp16 page is read, and written to an int8 page."""
-        scratch, pool = args[0], args[4]
-        return Cost(cache_bytes=scratch.shape[0] * (_page_bytes(scratch) + _page_bytes(pool)) // PAGE_TOKENS)
+        """K and V of a token of each row are read, and written to an int8 page."""
+        kv, pool = args[0], args[4]
+        return Cost(cache_bytes=kv.nbytes + kv.shape[0] * _page_bytes(pool) // PAGE_TOKENS)
 
     def store_hidden(self, args: tuple[Any, ...]) -> Cost:
         x, page_bytes, y = args[0], int(args[10]), args[14]

@@ -1,10 +1,15 @@
 // What becomes of the sums of query, key and value heads: turned by RoPE, rounded to half, stored to q and to pages.
 //
-// A page is K [G][64 tokens][D], then V transposed [G][D][64 tokens].
+// A page is K [G][64 tokens][D], then V transposed [G][D][64 tokens].  With TL_KV_ROWS every row has a page of its own
+// and of one token, so that K and V of a row lie side by side, [R][2][G][D]; nothing is looked up then but positions.
 #pragma once
 #include "weight_tiles.cuh"
 
-constexpr int kPageTokens = 64;
+#ifndef TL_KV_ROWS
+#define TL_KV_ROWS 0
+#endif
+
+constexpr int kPageTokens = TL_KV_ROWS ? 1 : 64;
 
 struct Target {  // of one row of the batch
   u16* page;     // null: a padding row, which stores nothing
@@ -13,10 +18,10 @@ struct Target {  // of one row of the batch
 
 struct Pages {
   const i32* position;  // [rows], −1: a padding row
-  const i32* row_slot;  // [rows], −1: likewise
-  const i32* tables;    // [slots][max_layers][max_blocks], page ids
+  const i32* row_slot;  // [rows], −1: likewise; not read with TL_KV_ROWS
+  const i32* tables;    // [slots][max_layers][max_blocks], page ids; likewise
   int layer, max_layers, max_blocks;
-  u16* pool;            // [pages][2·G·64·D]
+  u16* pool;            // [pages][2·G·kPageTokens·D]
 };
 
 struct Heads {
@@ -33,10 +38,14 @@ DEVICE int head_of(const Heads& h, int tile) { return tile >> h.log2_tiles; }
 DEVICE int tile_in_head(const Heads& h, int tile) { return tile & ((1 << h.log2_tiles) - 1); }
 DEVICE bool is_turned(const Heads& h, int tile) { return head_of(h, tile) < h.num_heads + h.num_kv_heads; }
 
-// Where the id of the page of a row is.  Of rows of padding there is none.
-DEVICE const i32* page_of(const Pages& pages, int at, int slot) {
+DEVICE int slot_of(const Pages& pages, int row) { return TL_KV_ROWS ? 0 : pages.row_slot[row]; }
+
+// The id of the page of a row; −1: a row of padding, which has none.
+DEVICE i32 page_of(const Pages& pages, int row, int at, int slot) {
+  if (at < 0 || slot < 0) return -1;
+  if (TL_KV_ROWS) return row;
   const long long table = static_cast<long long>(slot) * pages.max_layers + pages.layer;
-  return pages.tables + (table * pages.max_blocks + at / kPageTokens);
+  return pages.tables[table * pages.max_blocks + at / kPageTokens];
 }
 
 DEVICE Target target_of(const Pages& pages, const Heads& heads, i32 page, int at) {

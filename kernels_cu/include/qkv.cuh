@@ -27,12 +27,12 @@ struct StoreHeads {
   DEVICE void load() {
     const int row = threadIdx.x, angle_row = row / kRowItems;
     at = row < rows ? pages.position[row] : -1;
-    slot = row < rows ? pages.row_slot[row] : -1;
+    slot = row < rows ? slot_of(pages, row) : -1;
     angle_at = angle_row < rows ? pages.position[angle_row] : -1;
   }
 
   DEVICE void prepare() {
-    page = at >= 0 && slot >= 0 ? *page_of(pages, at, slot) : -1;
+    page = page_of(pages, threadIdx.x, at, slot);
 #pragma unroll 1
     for (int item = threadIdx.x; item < rows * kRowItems; item += kThreads) {
       const int row = item / kRowItems, tile = item % kRowItems / 4, piece = item % 4;

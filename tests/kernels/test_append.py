@@ -14,7 +14,6 @@ from tinyloop_service.kernels.append import append_int8
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.references import append as reference
-from tinyloop_service.kernels.references.decode_attention import page_views
 from tinyloop_service.kernels.references.int8_pages import int8_page
 from tinyloop_service.types import CacheMode
 
@@ -28,8 +27,7 @@ class Case:
 
     def __init__(self, rows: int, kv_heads: int, head_dim: int) -> None:
         rng = np.random.default_rng(rows)
-        self.kv_heads, self.head_dim = kv_heads, head_dim
-        self.scratch = rng.standard_normal((rows, 2 * kv_heads * PAGE * head_dim)).astype(np.float16)
+        self.kv = rng.standard_normal((rows, 2, kv_heads, head_dim)).astype(np.float16)
         self.row_slot = rng.permutation(SLOTS)[:rows].astype(np.int32)
         self.position = rng.integers(0, MAX_BLOCKS * PAGE, rows).astype(np.int32)
         self.position[:2] = (0, MAX_BLOCKS * PAGE - 1)[:rows]
@@ -41,9 +39,8 @@ class Case:
     def run(self, device: Device, rows: slice = slice(None), pool: Array | None = None) -> Array:
         """The pool afterwards."""
         there = device.upload(self.pool if pool is None else pool)
-        given = (device.upload(array[rows]) for array in (self.scratch, self.position, self.row_slot))
-        heads = {"num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
-        append_int8(device, *given, device.upload(self.tables), LAYER, there, **heads)
+        given = (device.upload(array[rows]) for array in (self.kv, self.position, self.row_slot))
+        append_int8(device, *given, device.upload(self.tables), LAYER, there)
         return device.download(there)
 
 
@@ -52,16 +49,14 @@ class Case:
 def test_against_the_reference_and_the_oracle(device: Device, rows: int, kv_heads: int, head_dim: int) -> None:
     case = Case(rows, kv_heads, head_dim)
     pool, expected = case.run(device), case.pool.copy()
-    given = case.scratch, case.position, case.row_slot, case.tables, LAYER, expected
-    reference.append_int8(*given, num_kv_heads=kv_heads, head_dim=head_dim)
+    reference.append_int8(case.kv, case.position, case.row_slot, case.tables, LAYER, expected)
     assert np.array_equal(pool, expected), "something else is written, or nothing"
     for row in np.flatnonzero((case.row_slot >= 0) & (case.position >= 0)):
         block, place = divmod(int(case.position[row]), PAGE)
         page = int8_page(pool[case.tables[case.row_slot[row], LAYER, block]], kv_heads)
-        keys, values = page_views(case.scratch[row], kv_heads)
         for x, levels, scales in (
-            (keys[:, place], page.keys[:, place], page.key_scales[:, place]),
-            (values[:, :, place], page.values[:, :, place], page.value_scales[:, place]),
+            (case.kv[row, 0], page.keys[:, place], page.key_scales[:, place]),
+            (case.kv[row, 1], page.values[:, :, place], page.value_scales[:, place]),
         ):
             stored = encode(CacheMode.INT8, x)
             assert np.array_equal(levels, stored["levels"]) and np.array_equal(scales, stored["scales"][:, 0])
@@ -79,8 +74,7 @@ def test_what_is_not_finite_shows(device: Device) -> None:
     """A NaN makes a token's scale NaN; infinity counts as fp16's largest number."""
     case = Case(1, 1, 64)
     case.position[:], case.row_slot[:] = 70, 4
-    keys, values = page_views(case.scratch[0], 1)
-    keys[0, 6, 9], values[0, 63, 6] = np.nan, -np.inf
+    case.kv[0, 0, 0, 9], case.kv[0, 1, 0, 63] = np.nan, -np.inf
     page = int8_page(case.run(device)[case.tables[4, LAYER, 1]], 1)
     assert np.isnan(page.key_scales[0, 6])
     assert page.value_scales[0, 6] == np.float16(65504 / 127) and page.values[0, 63, 6] == -127
@@ -89,8 +83,7 @@ def test_what_is_not_finite_shows(device: Device) -> None:
 def test_what_is_refused(device: Device) -> None:
     case = Case(3, 1, 64)
     with pytest.raises(KernelArgumentError, match=r"append_int8: pool is \(27, 8448\), expected"):
-        case.kv_heads = 2
-        case.scratch = np.zeros((3, 2 * 2 * PAGE * 64), np.float16)
+        case.kv = np.zeros((3, 2, 2, 64), np.float16)
         case.run(device)
     narrow = Case(3, 1, 32)
     with pytest.raises(KernelArgumentError, match="append_int8: head_dim is 32, expected 64 or 128"):

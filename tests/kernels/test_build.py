@@ -32,12 +32,13 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "norm": ({"TL_CHUNKS": 1, "TL_COLUMNS": 1},),
     "linear": (
         {"TL_EPILOGUE": 0, "TL_WARPS_M": 2},
-        {"TL_EPILOGUE": 0, "TL_FOLD_ROWS": 4},
+        {"TL_EPILOGUE": 0, "TL_FOLD_ROWS": 4, "TL_KV_ROWS": 1},
         {"TL_EPILOGUE": 1, "TL_ROW_TILES": 7, "TL_RESIDENT": 0},
         {"TL_EPILOGUE": 3, "TL_GROUP": 0},
     ),
     "linear_wide": (
         {"TL_EPILOGUE": 0, "TL_PARTS": 2, "TL_CLUSTER": 4, "TL_COLUMNS": 1},
+        {"TL_EPILOGUE": 0, "TL_PARTS": 2, "TL_CLUSTER": 4, "TL_COLUMNS": 1, "TL_KV_ROWS": 1},
         {"TL_EPILOGUE": 1, "TL_ROW_TILES": 8, "TL_CLUSTER": 2, "TL_GROUP": 32, "TL_COLUMNS": 1, "TL_H_COLUMNS": 1},
         {"TL_EPILOGUE": 3, "TL_CLUSTER": 2, "TL_GROUP": 0},
     ),

@@ -18,6 +18,7 @@ from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.norm import Fold, InjectMode, fold_norm
 from tinyloop_service.kernels.pack import LinearKind, Pairing, pack_linear
 from tinyloop_service.kernels.references import linear as reference
+from tinyloop_service.kernels.references.decode_attention import page_views
 from tinyloop_service.kernels.references.norm import sum_tree
 
 Host = NDArray[Any]
@@ -100,6 +101,25 @@ class Pages:
         linear.linear_qkv(device, case.packed, y, *paging, *angles, q, num_kv_heads=num_kv_heads, cut=cut)
         return self.q if q is None else device.download(q), device.download(pool)
 
+    def run_rows(
+        self, device: Device, case: Case, y: Array | Fold, num_kv_heads: int, cut: linear.AnyCut | None = None
+    ) -> tuple[Host, Host]:
+        """q and kv, as linear_qkv_rows leaves them."""
+        kv = nan_like(device, (len(self.position), 2, num_kv_heads, 2 * self.cos.shape[1]), np.float16)
+        q, *given = map(device.upload, (self.q, self.position, self.cos, self.sin))
+        linear.linear_qkv_rows(device, case.packed, y, given[0], kv, *given[1:], q, cut=cut)
+        return device.download(q), device.download(kv)
+
+    def rows_of(self, q: Host, pool: Host) -> tuple[Host, Host]:
+        """Of q and a pool as `run` gives them: q, and what linear_qkv_rows makes of the pool's part."""
+        head_dim = 2 * self.cos.shape[1]
+        kv = np.full((len(q), 2, pool.shape[1] // (2 * 64 * head_dim), head_dim), np.nan, np.float16)
+        for row in np.flatnonzero(self.position >= 0):
+            block, place = divmod(int(self.position[row]), 64)
+            keys, values = page_views(pool[self.tables[self.row_slot[row], 1, block]], kv.shape[2])
+            kv[row] = keys[:, place], values[:, :, place]
+        return q, kv
+
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "pairing", "group", "rows"),
@@ -126,6 +146,31 @@ def test_qkv(device: Device, heads: int, kv_heads: int, head_dim: int, pairing: 
         np.testing.assert_array_equal(~np.isnan(result), written, f"{name}: written elsewhere")
         error = np.abs(result[written].astype(np.float32) - expected[written])
         assert (error <= slack + 2.1 * HALF_ULP * np.abs(expected[written].astype(np.float32))).all(), name
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "pairing", "group", "rows"),
+    [(3, 2, 64, "half", 128, 1), (1, 1, 128, "interleaved", 32, 19), (2, 1, 64, "half", 0, 7)],
+)
+def test_k_and_v_side_by_side_have_the_bits_of_pages(
+    device: Device, heads: int, kv_heads: int, head_dim: int, pairing: Pairing, group: int, rows: int
+) -> None:
+    num_rows = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
+    case = Case.make(device, "qkv", num_rows, 256, group, head_dim=head_dim, pairing=pairing)
+    y, pages = activations(rows, 256), Pages(rows, heads, kv_heads, head_dim)
+    pages.position[3:4] = -1
+    given = device.upload(y)
+    for one, other in zip(
+        pages.run_rows(device, case, given, kv_heads),
+        pages.rows_of(*pages.run(device, case, given, kv_heads)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+    q, kv = pages.q.copy(), np.full((rows, 2, kv_heads, head_dim), np.nan, np.float16)
+    reference.linear_qkv_rows(case.dense, y, pages.position, kv, pages.cos, pages.sin, q, pairing=pairing)
+    slack = 2 * case.slack(y).max()  # as of pages
+    for result, expected in zip(pages.run_rows(device, case, given, kv_heads), (q, kv), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=2.1 * HALF_ULP, atol=slack)
 
 
 @pytest.mark.parametrize(("group", "rows", "pairing"), [(128, 3, "half"), (32, 19, "interleaved"), (0, 9, "half")])
@@ -258,8 +303,9 @@ def test_pages_and_logits_of_a_folded_input(device: Device) -> None:
     np.testing.assert_array_equal(device.download(fused), device.download(apart))
 
     qkv, pages = Case.make(device, "qkv", (128, 64, 64), width, 128, head_dim=64), Pages(2, 2, 1, 64)
-    for one, other in zip(pages.run(device, qkv, y, 1), pages.run(device, qkv, fold, 1), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for run in (pages.run, pages.run_rows):
+        for one, other in zip(run(device, qkv, y, 1), run(device, qkv, fold, 1), strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("heads", [2, 0])
@@ -274,6 +320,9 @@ def test_pages_do_not_depend_on_shared_memory(device: Device, heads: int) -> Non
             linear.cut_of(small, case.packed, 19)
         for one, other in zip(whole, pages.run(small, case, y, 1), strict=True):
             np.testing.assert_array_equal(one, other)
+        if heads:
+            for one, other in zip(pages.run_rows(small, case, y, 1), pages.rows_of(*whole), strict=True):
+                np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("limit", [99 * 1024, 163 * 1024, 227 * 1024])  # sm_86 and sm_89; sm_80; sm_90 and sm_100

@@ -107,6 +107,17 @@ def test_qkv(device: Device, heads: int, kv_heads: int, head_dim: int, pairing: 
         np.testing.assert_array_equal(one, other)
 
 
+def test_k_and_v_side_by_side_have_the_bits_of_pages(device: Device) -> None:
+    case = Case.make(device, "qkv", (128, 64, 64), 1024, 128, head_dim=64)
+    y, pages = device.upload(activations(19, 1024)), Pages(19, 2, 1, 64)
+    pages.position[3] = -1
+    cut = WideCut(2, 2, 4, depth=2, grid_outputs=2)
+    for one, other in zip(
+        pages.run_rows(device, case, y, 1, cut), pages.rows_of(*pages.run(device, case, y, 1, cut)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_columns_are_of_whole_tiles_of_rows_and_of_wide_cuts(device: Device) -> None:
     case = Case.make(device, "o", (16,), 128, 128)
     y, sums = device.zeros((12, 128), np.float16), device.zeros((4, 12, 16), np.float32)

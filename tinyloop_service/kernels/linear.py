@@ -61,8 +61,8 @@ def linear_qkv(
     cos, sin   float32 [max_seq_len, D/2]
     q          float16 [R, H·D]; None of k and v alone
     """
-    if cut is None and not columns and not isinstance(y, Fold) and (half := _split(device, packed, int(y.shape[0]))):
-        for rows in (slice(0, half), slice(half, None)):
+    if cut is None and not columns and (parts := _parts(device, packed, y)):
+        for rows in parts:
             inputs = y[rows], position[rows], row_slot[rows], tables, layer, pool, cos, sin
             part = None if q is None else q[rows]
             linear_qkv(device, packed, *inputs, part, num_kv_heads=num_kv_heads, dependent=dependent)
@@ -79,19 +79,61 @@ def linear_qkv(
         sin=(sin, "float32", "M, F"),
         q=(q, "float16", "R, Q"),
     )
-    head_dim = 2 * sizes["F"]
-    _require("linear_qkv", "columns of q", sizes.setdefault("Q", 0), packed.num_outputs - 2 * num_kv_heads * head_dim)
     if num_kv_heads:
-        _require("linear_qkv", "elements of a page", sizes["E"], 2 * num_kv_heads * PAGE_TOKENS * head_dim)
+        _require("linear_qkv", "elements of a page", sizes["E"], 4 * num_kv_heads * PAGE_TOKENS * sizes["F"])
     if not 0 <= layer < sizes["L"]:
         raise KernelArgumentError(f"linear_qkv: layer is {layer}, the tables have {sizes['L']}")
     paging = (position, row_slot, tables, np.int32(layer), np.int32(sizes["L"]), np.int32(sizes["B"]), pool)
-    interleaved = packed.pairing == "interleaved"
+    heads = _heads(packed, sizes.get("Q", 0), num_kv_heads, 2 * sizes["F"])
+    _launch(device, "linear_qkv", _QKV, packed, source, (*paging, cos, sin, q, *heads), cut, dependent)
+
+
+def linear_qkv_rows(
+    device: Device,
+    packed: PackedLinear,
+    y: Array | Fold,
+    position: Array,
+    kv: Array,
+    cos: Array,
+    sin: Array,
+    q: Array,
+    *,
+    cut: AnyCut | None = None,
+    columns: bool = False,
+    dependent: bool = False,
+) -> None:
+    """linear_qkv, but that K and V of row r, rounded to fp16 all the same, are kv[r, 0] and kv[r, 1].
+
+    kv   float16 [R, 2, G, D]       of padding rows nothing is written
+    """
+    if cut is None and not columns and (parts := _parts(device, packed, y)):
+        for rows in parts:
+            inputs = y[rows], position[rows], kv[rows], cos, sin, q[rows]
+            linear_qkv_rows(device, packed, *inputs, dependent=dependent)
+        return
+    source = _Input.of("linear_qkv_rows", y, columns)
+    source.defines["TL_KV_ROWS"] = 1
+    sizes = match(
+        "linear_qkv_rows",
+        {"R": source.rows},
+        position=(position, "int32", "R"),
+        kv=(kv, "float16", "R, 2, G, 2*F"),
+        cos=(cos, "float32", "M, F"),
+        sin=(sin, "float32", "M, F"),
+        q=(q, "float16", "R, Q"),
+    )
+    paging = (position, None, None, *(np.int32(0),) * 3, kv)
+    heads = _heads(packed, sizes["Q"], sizes["G"], 2 * sizes["F"])
+    _launch(device, "linear_qkv", _QKV, packed, source, (*paging, cos, sin, q, *heads), cut, dependent)
+
+
+def _heads(packed: PackedLinear, q_width: int, num_kv_heads: int, head_dim: int) -> list[np.int32]:
+    """What the kernel is told of heads."""
+    _require("linear_qkv", "columns of q", q_width, packed.num_outputs - 2 * num_kv_heads * head_dim)
     log2_tiles = (head_dim // TILE_ROWS).bit_length() - 1
     _require("linear_qkv", "head_dim", head_dim, TILE_ROWS << max(0, log2_tiles))
-    heads = [np.int32(n) for n in (sizes["Q"] // head_dim, num_kv_heads, log2_tiles, interleaved)]
-    arguments: tuple[Argument, ...] = (*paging, cos, sin, q, *heads)
-    _launch(device, "linear_qkv", _QKV, packed, source, arguments, cut, dependent)
+    interleaved = packed.pairing == "interleaved"
+    return [np.int32(n) for n in (q_width // head_dim, num_kv_heads, log2_tiles, interleaved)]
 
 
 def linear_gate_up(
@@ -179,15 +221,18 @@ def _choose(device: Device, product: Product) -> AnyCut | None:
     return wide or choose_cut(product, **sizes)
 
 
-def _split(device: Device, packed: PackedLinear, rows: int) -> int:
-    """Where to cut a batch in two because its activations do not fit, whole tiles of rows before; 0: they fit.
+def _parts(device: Device, packed: PackedLinear, y: Array | Fold) -> tuple[slice, ...]:
+    """Two parts of a batch whose activations do not fit, whole tiles of rows the first; none: they fit.
 
     The blocks of "qkv" see all of K, which is much for the shared memory of some devices.
     """
-    product = product_of(packed, rows)
-    if rows <= 8 or _choose(device, product):
-        return 0
-    return product.row_tiles // 2 * 8
+    if isinstance(y, Fold) or y.shape[0] <= 8:
+        return ()
+    product = product_of(packed, int(y.shape[0]))
+    if _choose(device, product):
+        return ()
+    half = product.row_tiles // 2 * 8
+    return slice(0, half), slice(half, None)
 
 
 def product_of(packed: PackedLinear, rows: int) -> Product:

@@ -14,14 +14,14 @@ from typing import Protocol
 
 import numpy as np
 
-from tinyloop_service.engine.cuda.memory import Arena, max_blocks, page_elements
+from tinyloop_service.engine.cuda.memory import Arena
 from tinyloop_service.engine.cuda.products import ProductKind, Products
 from tinyloop_service.engine.cuda.schedule import Layer
 from tinyloop_service.engine.cuda.stream import DecodeStream
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
 from tinyloop_service.kernels.append import append_int8
 from tinyloop_service.kernels.device import Array, Device
-from tinyloop_service.kernels.linear import linear_qkv
+from tinyloop_service.kernels.linear import linear_qkv, linear_qkv_rows
 from tinyloop_service.kernels.rope import rope
 
 
@@ -88,8 +88,8 @@ class Direct:
 class Coded(Direct):
     """A `Projection` to int8 pages.
 
-    A step's K and V come, in fp16, to a scratch page a row; from there they are coded, for a scale belongs to a whole
-    vector, of which a block of `linear_qkv` has but a part.
+    A step's K and V come side by side, in fp16; from there they are coded, for a scale belongs to a whole vector, of
+    which a block of `linear_qkv` has but a part.
     """
 
     def __init__(
@@ -97,20 +97,17 @@ class Coded(Direct):
     ) -> None:
         """step_rows: most rows of a step."""
         super().__init__(device, model, arena, products, max_rows)
-        rows = np.arange(step_rows, dtype=np.int32)
-        self._scratch = device.zeros((step_rows, page_elements(model.spec)), np.float16)
-        self._scratch_slots = device.upload(rows)  # also of padding rows: their position is negative
-        self._scratch_tables = device.upload(np.repeat(rows, max_blocks(model.spec)).reshape(step_rows, 1, -1))
+        spec = model.spec
+        self._kv = device.zeros((step_rows, 2, spec.n_kv_heads, spec.head_dim), np.float16)
 
     def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> None:
-        model, arena, packed, count = self._model, self._arena, layer.block.qkv.packed, q.shape[0]
-        heads, scratch = model.spec.n_kv_heads, self._scratch[:count]
+        device, model, arena, packed = self._device, self._model, self._arena, layer.block.qkv.packed
+        kv = self._kv[: q.shape[0]]
         given = stream.fold(layer.before_attention, packed)
-        linear_qkv(
-            self._device, packed, given.y, rows.positions, self._scratch_slots[:count], self._scratch_tables, 0,
-            scratch, model.cos, model.sin, q, num_kv_heads=heads, columns=given.columns, dependent=given.dependent,
+        linear_qkv_rows(
+            device, packed, given.y, rows.positions, kv, model.cos, model.sin, q, columns=given.columns,
+            dependent=given.dependent,
         )  # fmt: skip
         append_int8(
-            self._device, scratch, rows.positions, rows.slots, arena.tables, layer.index, arena.pool,
-            num_kv_heads=heads, head_dim=model.spec.head_dim, dependent=True,
+            device, kv, rows.positions, rows.slots, arena.tables, layer.index, arena.pool, dependent=True
         )  # fmt: skip

@@ -49,6 +49,27 @@ def linear_qkv(
         values[:, :, at % PAGE_TOKENS] = heads[row, num_heads + num_kv_heads :].astype(np.float16)
 
 
+def linear_qkv_rows(
+    weight: Array,
+    y: Array,
+    position: Array,
+    kv: Array,
+    cos: Array,
+    sin: Array,
+    q: Array,
+    *,
+    pairing: Pairing = "half",
+) -> None:
+    """Writes q and kv of rows that are not padding."""
+    num_kv_heads, head_dim = kv.shape[2:]
+    heads = product(weight, y).reshape(len(y), -1, head_dim)  # (R, H + 2G, D)
+    for row in np.flatnonzero(position >= 0):
+        at = position[row]
+        turned = turn(heads[row, :-num_kv_heads], cos[at], sin[at], pairing).astype(np.float16)
+        q[row] = turned[:-num_kv_heads].ravel()
+        kv[row] = turned[-num_kv_heads:], heads[row, -num_kv_heads:].astype(np.float16)
+
+
 def linear_gate_up(weight: Array, y: Array, h: Array) -> None:
     gate, up = np.split(product(weight, y), 2, axis=1)
     h[:] = (gate / (1 + np.exp(-gate)) * up).astype(np.float16)
