@@ -61,7 +61,7 @@ def linear_qkv(
     cos, sin   float32 [max_seq_len, D/2]
     q          float16 [R, H·D]; None of k and v alone
     """
-    if cut is None and not columns and (parts := _parts(device, packed, y)):
+    if not (cut or columns or isinstance(y, Fold)) and (parts := _parts(device, packed, int(y.shape[0]))):
         for rows in parts:
             inputs = y[rows], position[rows], row_slot[rows], tables, layer, pool, cos, sin
             part = None if q is None else q[rows]
@@ -106,7 +106,7 @@ def linear_qkv_rows(
 
     kv   float16 [R, 2, G, D]       of padding rows nothing is written
     """
-    if cut is None and not columns and (parts := _parts(device, packed, y)):
+    if not (cut or columns or isinstance(y, Fold)) and (parts := _parts(device, packed, int(y.shape[0]))):
         for rows in parts:
             inputs = y[rows], position[rows], kv[rows], cos, sin, q[rows]
             linear_qkv_rows(device, packed, *inputs, dependent=dependent)
@@ -221,15 +221,13 @@ def _choose(device: Device, product: Product) -> AnyCut | None:
     return wide or choose_cut(product, **sizes)
 
 
-def _parts(device: Device, packed: PackedLinear, y: Array | Fold) -> tuple[slice, ...]:
+def _parts(device: Device, packed: PackedLinear, rows: int) -> tuple[slice, ...]:
     """Two parts of a batch whose activations do not fit, whole tiles of rows the first; none: they fit.
 
     The blocks of "qkv" see all of K, which is much for the shared memory of some devices.
     """
-    if isinstance(y, Fold) or y.shape[0] <= 8:
-        return ()
-    product = product_of(packed, int(y.shape[0]))
-    if _choose(device, product):
+    product = product_of(packed, rows)
+    if rows <= 8 or _choose(device, product):
         return ()
     half = product.row_tiles // 2 * 8
     return slice(0, half), slice(half, None)
