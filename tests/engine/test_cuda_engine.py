@@ -15,6 +15,7 @@ from engines import weights_of
 from test_small_cases import PLAIN
 
 from tinyloop_service.engine.api import Extend, Open, Plan, Prefill, StepResult
+from tinyloop_service.engine.cache_modes import H_MODES
 from tinyloop_service.engine.cuda import CudaEngine
 from tinyloop_service.engine.cuda.probe import DeviceUnavailable, check_spec
 from tinyloop_service.engine.cuda.products import FIXED_ROWS, Products, least_rows
@@ -60,8 +61,14 @@ def test_memory_that_does_not_suffice_is_refused_with_ways_out() -> None:
         engine_of(PLAIN, SmallDevice(1 << 16))
     with pytest.raises(InvalidArgument, match=r"kv_memory: 0 bytes are left beside weights"):
         engine_of(PLAIN, SmallDevice(1 << 20), kv_memory=None)
-    with pytest.raises(InvalidArgument, match="cache_mode: h-int8 given, engine cuda stores fp16 and int8; use"):
-        engine_of(PLAIN, cache_mode=CacheMode.H_INT8)
+
+
+@pytest.mark.parametrize("mode", sorted(H_MODES))
+def test_an_h_mode_that_saves_nothing_is_refused_at_start(mode: CacheMode) -> None:
+    with pytest.raises(
+        InvalidArgument, match=rf"cache_mode: {mode.value} given, .* = 128, so nothing is saved; use int8"
+    ):
+        engine_of(replace(PLAIN, d_model=128), cache_mode=mode)
 
 
 def test_all_free_memory_is_taken_where_none_is_asked_for() -> None:

@@ -1,7 +1,8 @@
 """The CUDA engine in the cache modes beside fp16: what is read is what the mode stores, logits follow from it, and the
 promise, small, by the bodies of `test_cuda_bits.py`.
 
-In emulation, and the same on a GPU; there `test_bits.py` has more of the promise.
+In emulation, and the same on a GPU; there `test_bits.py` has more of the promise.  What only modes have that store h,
+`test_cuda_h_modes.py` has.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from engines import Kind, ReadableEngine, make_engine, weights_of
 from test_cuda_bits import SPECS, difference
 
 from tinyloop_service.engine.api import Plan
-from tinyloop_service.engine.cache_modes import decode, encode, page_bytes
+from tinyloop_service.engine.cache_modes import H_MODES, decode, encode, page_bytes
 from tinyloop_service.engine.reference import Cache, Reference
 from tinyloop_service.errors import EngineFault
 from tinyloop_service.types import CacheMode
 
-MODES = [CacheMode.INT8]
+MODES = [CacheMode.INT8, CacheMode.H_INT8]  # of the modes that store h one; they differ in a kernel's coding alone
 KINDS = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIONS: dict[str, Any] = {"row_counts": ROW_COUNTS, "max_chunk": 256}
 
@@ -115,11 +116,12 @@ def test_int8_reads_levels_of_the_right_values(kind: Kind, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_logits_in_a_window_are_near_the_reference_s(kind: Kind, mode: CacheMode, name: str) -> None:
+def test_logits_of_int8_in_a_window_are_near_the_reference_s(kind: Kind, name: str) -> None:
     """fp16 arithmetic moves values by a twentieth of a level, so that one in twenty falls to another level than the
     reference's: half of what the mode costs, the errors of levels being 0.29 of one.  Nearer than that, the reference
     in the mode and one that rounds nothing cannot be told apart."""
-    window, driver = 20, Driver(shared_engine(kind, name, mode))
+    mode, window = CacheMode.INT8, 20
+    driver = Driver(shared_engine(kind, name, mode))
     got = test_cuda_bits.prompt_logits(driver, window)
     references = (test_cuda_bits.reference_logits(SPECS[name], window, state) for state in (mode, CacheMode.FP16))
     alike, unlike = (difference(got, reference) for reference in references)
@@ -167,7 +169,8 @@ async def test_the_scheduler_s_requests_are_what_they_are_alone(kind: Kind, mode
     spec = SPECS["plain"]
 
     def engine_with(num_pages: int) -> ReadableEngine:
-        memory = num_pages * page_bytes(mode, spec)
+        forms = {mode, CacheMode.FP16} if mode in H_MODES else {mode}  # stored, and read
+        memory = num_pages * sum(page_bytes(form, spec) for form in forms)
         return make_engine(kind, weights_of(spec), kv_memory=memory, cache_mode=mode, **OPTIONS)
 
     await test_cuda_bits.check_the_scheduler_s_requests(engine_with)
@@ -177,9 +180,14 @@ async def test_the_scheduler_s_requests_are_what_they_are_alone(kind: Kind, mode
 
 
 def test_limits_say_what_memory_holds(driver: Driver, mode: CacheMode) -> None:
-    limits = driver.engine.limits
+    limits, read = driver.engine.limits, page_bytes(CacheMode.FP16, SPECS["plain"])
     assert limits.cache_mode is mode and limits.page_bytes == page_bytes(mode, SPECS["plain"])
-    assert limits.num_pages == (8 << 20) // limits.page_bytes
+    if mode is CacheMode.INT8:
+        assert limits.num_pages == (8 << 20) // limits.page_bytes and not limits.has_active_form
+    else:
+        per_slab = read // limits.page_bytes
+        assert (limits.num_pages, limits.active_page_bytes) == ((8 << 20) // read * per_slab, read)
+        assert limits.active_pages(0, 65, 2) == 2 * limits.cache_layers(2) * per_slab
 
 
 def test_a_clone_is_the_first_tokens_of_a_page(driver: Driver) -> None:
@@ -191,9 +199,10 @@ def test_a_clone_is_the_first_tokens_of_a_page(driver: Driver) -> None:
     driver.close(child, parent)
 
 
-def test_a_stray_read_of_a_page_given_back_shows(kind: Kind, mode: CacheMode) -> None:
+def test_a_stray_read_of_a_page_given_back_shows(kind: Kind) -> None:
     """T18: a request reads pages that were (wrongly) released."""
-    driver = Driver(make_engine(kind, weights_of(SPECS["plain"]), kv_memory=8 << 20, cache_mode=mode, **OPTIONS))
+    engine = make_engine(kind, weights_of(SPECS["plain"]), kv_memory=8 << 20, cache_mode=CacheMode.INT8, **OPTIONS)
+    driver = Driver(engine)
     prefix = driver.prefix(TOKENS[:70])
     driver.engine.step(Plan(800, released=prefix.blocks[0] + prefix.blocks[1]))
     with pytest.raises(EngineFault, match="not finite"):

@@ -141,6 +141,7 @@ async def use(scheduler: Scheduler, request: GenerationRequest, pick: random.Ran
         ("cpu", CacheMode.H_INT4, 2),
         pytest.param("cuda", CacheMode.FP16, 1, marks=pytest.mark.gpu),
         pytest.param("cuda", CacheMode.FP16, 2, marks=pytest.mark.gpu),
+        pytest.param("cuda", CacheMode.H_INT4, 2, marks=pytest.mark.gpu),
         pytest.param("cuda", CacheMode.INT8, 2, marks=pytest.mark.gpu),
     ],
 )

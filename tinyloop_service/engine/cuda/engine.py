@@ -11,29 +11,31 @@ names, tenants and queues.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Limits, Plan, SequenceId, StepResult
-from tinyloop_service.engine.cache_modes import H_MODES
+from tinyloop_service.engine.cache_modes import check_mode
 from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.flight import Flight, PendingStep
+from tinyloop_service.engine.cuda.hidden import Hidden
 from tinyloop_service.engine.cuda.machine import Machine
 from tinyloop_service.engine.cuda.memory import MOST_SLOTS, Arena, Budget, Layout, max_blocks
 from tinyloop_service.engine.cuda.pages import Pages, PlainPages, SlabPages
 from tinyloop_service.engine.cuda.products import FIXED_ROWS, Products
-from tinyloop_service.engine.cuda.projection import Coded, Direct
+from tinyloop_service.engine.cuda.projection import Coded, Direct, Projection
 from tinyloop_service.engine.cuda.prompt import PromptPass
 from tinyloop_service.engine.cuda.selfcheck import check_products, check_rows
 from tinyloop_service.engine.cuda.sequences import SequenceTable
 from tinyloop_service.engine.cuda.slabs import SlabPool
-from tinyloop_service.engine.cuda.weights import load_weights, weight_bytes
+from tinyloop_service.engine.cuda.weights import DeviceModel, load_weights, weight_bytes
 from tinyloop_service.engine.cuda.work import Planner
 from tinyloop_service.engine.limits import limits_of
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import ModelWeights
-from tinyloop_service.errors import EngineFault, InvalidArgument
+from tinyloop_service.errors import EngineFault
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.sample import SamplerTables
 from tinyloop_service.types import CacheMode
@@ -69,33 +71,30 @@ class CudaEngine:
         debug: pages are poisoned when given back.  Raises InvalidArgument for what this engine cannot do or what
         memory does not hold, EngineFault if the self-check finds that this device breaks a promise.
         """
-        if cache_mode in H_MODES:
-            given = f"{cache_mode.value} given, engine cuda stores fp16 and int8; use engine cpu"
-            raise InvalidArgument("cache_mode", given)
-        say, spec = progress or (lambda _: None), weights.spec
+        check_mode(cache_mode, weights.spec)
+        say, spec, layout = progress or (lambda _: None), weights.spec, Layout.of(cache_mode, weights.spec)
         budget = Budget(device.memory()[0], weight_bytes(weights), kv_memory)
         budget.check_weights()
         say("repacking weights")
-        model = load_weights(device, weights)
-        layout = Layout.of(cache_mode, spec)
+        model = load_weights(device, weights, q_apart=layout.stores_h)
         slots = min(MOST_SLOTS, 2 * MAX_ROWS + budget.free // (layout.page_bytes * spec.cache_layers(1)))
         arena = Arena(device, spec, layout, slots)
         sampler = SamplerTables(device, slots, spec.vocab_size, row_counts[-1])
-        products, max_rows = Products(device), -(-max_chunk // FIXED_ROWS) * FIXED_ROWS
-        makes = device, model, arena, products, max_rows
-        projection = Coded(*makes, step_rows=row_counts[-1]) if cache_mode is CacheMode.INT8 else Direct(*makes)
+        products, rows = Products(device), _Rows(-(-max_chunk // FIXED_ROWS) * FIXED_ROWS, row_counts[-1])
+        projection = _projection(device, model, layout, arena, products, rows)
         decoder = Decoder(device, model, arena, sampler, projection, row_counts=row_counts, max_steps=MAX_STEPS)
         prompt = PromptPass(
-            device, model, arena, products, projection, max_rows=max_rows, max_last=row_counts[-1]
+            device, model, arena, products, projection, max_rows=rows.of_pass, max_last=rows.of_step
         )  # fmt: skip
+        hidden = projection if isinstance(projection, Hidden) else None
+        self._machine: Machine | None = Machine(device, spec, arena, sampler, decoder, prompt, hidden)
         self._flights = [Flight(device), Flight(device)]
         num_slabs = budget.num_slabs(layout, spec, device.memory()[0])
         arena.take_pool(device, layout, num_slabs)
         self._table = SequenceTable(slots, spec.cache_layers(spec.max_loops), max_blocks(spec))
-        self._pages = _pages(layout, spec, self._table, arena, num_slabs, max_rows // PAGE_TOKENS)
+        self._pages = _pages(layout, spec, self._table, arena, num_slabs, rows.of_pass // PAGE_TOKENS)
         planner = Planner(self._table, self._pages, arena, sampler, decoder, prompt, debug=debug)
         self._planner: Planner | None = planner
-        self._machine: Machine | None = Machine(device, spec, arena, sampler, decoder, prompt)
         self._limits = _limits(weights, layout, num_slabs, max_chunk)
         self._warm(self._machine, say)
 
@@ -179,6 +178,24 @@ class CudaEngine:
         machine.prompt.capture_common(schedule, loops, captured)
         say("checking that no row depends on its company")
         check_rows(self, decoder.row_counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The most there are."""
+
+    of_pass: int
+    of_step: int
+
+
+def _projection(
+    device: Device, model: DeviceModel, layout: Layout, arena: Arena, products: Products, rows: _Rows
+) -> Projection:
+    if layout.stores_h:
+        return Hidden(device, model, layout, arena, products, max_rows=rows.of_pass, step_rows=rows.of_step)
+    if layout.mode is CacheMode.INT8:
+        return Coded(device, model, arena, products, rows.of_pass, step_rows=rows.of_step)
+    return Direct(device, model, arena, products, rows.of_pass)
 
 
 def _pages(

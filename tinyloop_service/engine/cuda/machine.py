@@ -1,6 +1,7 @@
 """All that an engine has on the device, and how the work of a plan is launched on it.
 
-    one copy of all tables; pages poisoned, page tables written, pages zeroed, partial pages cloned
+    one copy of all tables; stored pages moved; pages poisoned, page tables written, pages zeroed
+    stored pages cloned and made active (h modes); partial pages cloned
     first tokens from kept outputs; prompts; decode steps, a graph replayed for each
     what was drawn on its way back
 
@@ -19,7 +20,10 @@ from numpy.typing import NDArray
 from tinyloop_service.engine.api import PAGE_TOKENS
 from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.flight import Flight
+from tinyloop_service.engine.cuda.hidden import Hidden
 from tinyloop_service.engine.cuda.memory import Arena, keys_and_values
+from tinyloop_service.engine.cuda.pages import StoredWork
+from tinyloop_service.engine.cuda.projection import Tokens
 from tinyloop_service.engine.cuda.prompt import PassShape, PromptPass
 from tinyloop_service.engine.cuda.work import Batch, DecodeWork, PromptWork, Work
 from tinyloop_service.engine.spec import ModelSpec
@@ -39,6 +43,7 @@ class Machine:
     sampler: SamplerTables
     decoder: Decoder
     prompt: PromptPass
+    hidden: Hidden | None  # where h is stored
 
     def prepare(self, heard: Callable[[int, int], None]) -> None:
         """Compile and load every kernel; `heard` is told how many are ready, of how many."""
@@ -49,6 +54,9 @@ class Machine:
         """Queue a plan's tables, and what must be done once, whatever becomes of the rest of it."""
         flight.staging.send()
         self.sampler.flush()
+        if work.stored is not None and self.hidden is not None:
+            for moves in work.stored.moved:
+                self.hidden.clone(flight.staging.there(moves))
 
     def launch(self, work: Work, flight: Flight) -> None:
         """Queue everything else of a plan that was begun."""
@@ -67,12 +75,27 @@ class Machine:
             poison(device, arena.pool, there(work.poisoned))
         if work.copied.size:
             copy_rows(device, arena.table_rows, there(work.copied))
+        if work.stored is not None and work.stored.cleared.size:
+            copy_rows(device, arena.place_rows, there(work.stored.cleared))
         if work.written.size:
             write_words(device, arena.words, there(work.written))
         if work.zeroed.size:
             zero(device, arena.pool, there(work.zeroed))
+        if work.stored is not None and self.hidden is not None:
+            self._make_active(work.stored, self.hidden, flight)
         if work.cloned.size:
             clone(device, arena.pool, there(work.cloned), head_dim=self.spec.head_dim)
+
+    def _make_active(self, work: StoredWork, hidden: Hidden, flight: Flight) -> None:
+        """After what is made active was stored; before it is cloned."""
+        there = flight.staging.there
+        if work.cloned.size:
+            hidden.clone(there(work.cloned))
+        if work.zeroed.size:
+            zero(self.device, self.arena.pool, there(work.zeroed))
+        for batch in work.rebuilt:
+            tokens = Tokens(there(batch.slots), there(batch.positions))
+            hidden.rebuild(batch.block, there(batch.places), tokens, there(batch.tables))
 
     def _run_prompt(self, work: PromptWork, flight: Flight) -> None:
         there, schedule = flight.staging.there, self.decoder.schedule(work.shape.loops)
@@ -134,3 +157,5 @@ class Machine:
         zero(device, arena.pool, one)
         poison(device, arena.pool, one)
         clone(device, arena.pool, triple, head_dim=self.spec.head_dim)
+        if self.hidden is not None:
+            self.hidden.rehearse(one, triple)

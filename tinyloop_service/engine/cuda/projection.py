@@ -2,6 +2,7 @@
 
     Direct    what is stored is K and V: one product makes q, K and V of one input
     Coded     the same, K and V as int8
+    Hidden    what is stored is h, of which K and V are made: `hidden.py`
 
 In: the stream of a pass or of a step, and where its tokens belong.  Out: q; K and V in the pages that attention reads.
 Refuses to know how attention reads them, and who owns a page.
@@ -65,18 +66,18 @@ class Direct:
         return {"qkv": self._qkv}
 
     def weight(self, kind: ProductKind, block: DeviceBlock) -> Array:
-        return block.qkv.dense
+        return block.qkv[0].dense
 
     def prompt(self, layer: Layer, x: Array, y: Array, tokens: Tokens, q: Array) -> None:
         rows, spec, arena = q.shape[0], self._model.spec, self._arena
-        self._multiply("qkv", y, layer.block.qkv.dense, self._qkv, rows)
+        self._multiply("qkv", y, layer.block.qkv[0].dense, self._qkv, rows)
         rope(
             self._device, self._qkv[:rows], tokens.slots, tokens.positions, self._model.cos, self._model.sin,
             arena.tables, layer.index, arena.pool, q, num_kv_heads=spec.n_kv_heads, pairing=spec.rope_pairing,
         )  # fmt: skip
 
     def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> None:
-        model, arena, packed = self._model, self._arena, layer.block.qkv.packed
+        model, arena, packed = self._model, self._arena, layer.block.qkv[0].packed
         given = stream.fold(layer.before_attention, packed)
         linear_qkv(
             self._device, packed, given.y, rows.positions, rows.slots, arena.tables, layer.index, arena.pool,
@@ -101,7 +102,7 @@ class Coded(Direct):
         self._kv = device.zeros((step_rows, 2, spec.n_kv_heads, spec.head_dim), np.float16)
 
     def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> None:
-        device, model, arena, packed = self._device, self._model, self._arena, layer.block.qkv.packed
+        device, model, arena, packed = self._device, self._model, self._arena, layer.block.qkv[0].packed
         kv = self._kv[: q.shape[0]]
         given = stream.fold(layer.before_attention, packed)
         linear_qkv_rows(

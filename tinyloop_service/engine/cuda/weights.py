@@ -36,7 +36,7 @@ class DeviceBlock:
     mlp_norm: Array
     attn_post_norm: Array | None
     mlp_post_norm: Array | None
-    qkv: DeviceLinear
+    qkv: tuple[DeviceLinear, ...]  # q, k and v as one; or q, and k and v, where they have inputs of their own
     o: DeviceLinear
     gate_up: DeviceLinear
     down: DeviceLinear
@@ -53,7 +53,8 @@ class DeviceModel:
     blocks: dict[tuple[BlockKind, int], DeviceBlock]
 
 
-def load_weights(device: Device, weights: ModelWeights) -> DeviceModel:
+def load_weights(device: Device, weights: ModelWeights, *, q_apart: bool = False) -> DeviceModel:
+    """q_apart: q has another input than k and v."""
     spec = weights.spec
     groups: dict[BlockKind, tuple[BlockWeights, ...]] = {
         "pre": weights.pre,
@@ -69,14 +70,14 @@ def load_weights(device: Device, weights: ModelWeights) -> DeviceModel:
         sin=device.upload(sin),
         head=pack_linear(device, [weights.head], kind="head", keep=False),
         blocks={
-            (kind, index): _load_block(device, spec, block, keep=kind == "loop")
+            (kind, index): _load_block(device, spec, block, keep=kind == "loop", q_apart=q_apart)
             for kind, blocks in groups.items()
             for index, block in enumerate(blocks)
         },
     )
 
 
-def _load_block(device: Device, spec: ModelSpec, block: BlockWeights, *, keep: bool) -> DeviceBlock:
+def _load_block(device: Device, spec: ModelSpec, block: BlockWeights, *, keep: bool, q_apart: bool) -> DeviceBlock:
     """keep: the weights are used again at every loop and may stay in the L2 cache."""
 
     def gain(values: Gain) -> Array:
@@ -89,12 +90,13 @@ def _load_block(device: Device, spec: ModelSpec, block: BlockWeights, *, keep: b
         packed = pack_linear(device, parts, kind=kind, head_dim=spec.head_dim, pairing=spec.rope_pairing, keep=keep)
         return DeviceLinear(packed, dequantise(device, parts))
 
+    heads = [[block.q], [block.k, block.v]] if q_apart else [[block.q, block.k, block.v]]
     return DeviceBlock(
         attn_norm=gain(block.attn_norm),
         mlp_norm=gain(block.mlp_norm),
         attn_post_norm=gain_or_none(block.attn_post_norm),
         mlp_post_norm=gain_or_none(block.mlp_post_norm),
-        qkv=linear("qkv", block.q, block.k, block.v),
+        qkv=tuple(linear("qkv", *parts) for parts in heads),
         o=linear("o", block.o),
         gate_up=linear("gate_up", block.gate, block.up),
         down=linear("down", block.down),

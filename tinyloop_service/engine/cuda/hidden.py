@@ -1,0 +1,133 @@
+"""Blocks' inputs h in stored pages, and queries, keys and values where h is what is stored.
+
+    x ──norm──► y ──────────────────────────► q
+    └──► h = what is read of x as stored ──norm──► y' ──► K and V, in active pages
+
+A prompt's tokens store x at their places, if their sequence has places; rows of a step only round it.  K and V are made
+of y' by one product of its own, the same for prompts and for what is made active again: so they have the same bits.
+
+In: as `projection.py`; and stored pages, to be copied and to be made active.  Out: q, K and V; stored pages.  Refuses
+to know who owns a page.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinyloop_service.engine.cuda.memory import Arena, Layout
+from tinyloop_service.engine.cuda.products import ProductKind, Products
+from tinyloop_service.engine.cuda.projection import Tokens
+from tinyloop_service.engine.cuda.schedule import Layer
+from tinyloop_service.engine.cuda.stream import DecodeStream
+from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
+from tinyloop_service.engine.spec import BlockKind
+from tinyloop_service.kernels.device import Array, Device
+from tinyloop_service.kernels.hidden import clone_hidden, load_hidden, round_hidden, store_hidden
+from tinyloop_service.kernels.linear import linear_qkv, takes_columns
+from tinyloop_service.kernels.norm import Fold
+from tinyloop_service.kernels.pack import PackedLinear
+from tinyloop_service.kernels.rope import rope_keys_values, rope_queries
+
+_Q, _KV = 0, 1  # of a block's linears before attention
+
+
+class Hidden:
+    """A `Projection`, and the launches on stored pages."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: DeviceModel,
+        layout: Layout,
+        arena: Arena,
+        products: Products,
+        *,
+        max_rows: int,
+        step_rows: int,
+    ) -> None:
+        """max_rows: of a pass; step_rows: of a decode step."""
+        spec = model.spec
+        self._device, self._model, self._layout, self._arena = device, model, layout, arena
+        self._multiply = products.multiply
+        self._y = device.zeros((max_rows, spec.d_model), np.float16)
+        self._step_y = device.zeros((step_rows, spec.d_model), np.float16)
+        self._q = device.zeros((max_rows, spec.q_dim), np.float16)
+        self._kv = device.zeros((max_rows, 2 * spec.kv_dim), np.float16)
+
+    @property
+    def products(self) -> dict[ProductKind, Array]:
+        return {"q": self._q, "kv": self._kv}
+
+    def weight(self, kind: ProductKind, block: DeviceBlock) -> Array:
+        return block.qkv[_Q if kind == "q" else _KV].dense
+
+    def prompt(self, layer: Layer, x: Array, y: Array, tokens: Tokens, q: Array) -> None:
+        rows, model, arena, mode = q.shape[0], self._model, self._arena, self._layout.mode
+        store_hidden(
+            self._device, mode, x[:rows], tokens.slots, tokens.positions, arena.places, layer.index, arena.pool,
+            self._layout.per_slab, layer.block.attn_norm, self._y[:rows], eps=model.spec.norm_eps,
+        )  # fmt: skip
+        self._multiply("q", y, layer.block.qkv[_Q].dense, self._q, rows)
+        rope_queries(
+            self._device, self._q[:rows], tokens.slots, tokens.positions, model.cos, model.sin, q,
+            pairing=model.spec.rope_pairing,
+        )  # fmt: skip
+        self._keys_values(layer.block, rows, tokens, arena.tables, layer.index)
+
+    def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> None:
+        count, model = q.shape[0], self._model
+        queries, keys_values = (linear.packed for linear in layer.block.qkv)
+        given = stream.fold(layer.before_attention, queries, alone=True)
+        y, columns = self._step_y[:count], takes_columns(self._device, keys_values, count)
+        round_hidden(
+            self._device, self._layout.mode, stream.x, layer.block.attn_norm, y, eps=model.spec.norm_eps,
+            columns=columns, dependent=True,
+        )  # fmt: skip
+        self._step(layer, rows, queries, given.y, given.columns, q)
+        self._step(layer, rows, keys_values, y, columns, None)
+
+    def rebuild(self, block: tuple[BlockKind, int], places: Array, tokens: Tokens, tables: Array) -> None:
+        """K and V of stored pages of one distinct block.
+
+        places int32 [n], tokens of n · 64 rows, tables int32 [n, 1, max_blocks]: as `rebuild.py` makes them.
+        """
+        rows, weights = tokens.slots.shape[0], self._model.blocks[block]
+        self._load(weights, places, rows)
+        self._keys_values(weights, rows, tokens, tables, 0)
+
+    def clone(self, triples: Array) -> None:
+        """(source, target, tokens) [n, 3] places."""
+        clone_hidden(
+            self._device, self._layout.mode, self._arena.pool, self._layout.per_slab, triples,
+            d_model=self._model.spec.d_model,
+        )  # fmt: skip
+
+    def rehearse(self, place: Array, triple: Array) -> None:
+        """Launch what only stored pages need, for `Device.prepare`."""
+        self.clone(triple)
+        self._load(next(iter(self._model.blocks.values())), place, 64)
+
+    def _step(
+        self, layer: Layer, rows: Tokens, packed: PackedLinear, y: Array | Fold, columns: bool, q: Array | None
+    ) -> None:
+        """q, or without it K and V, of a step's rows."""
+        model, arena, num_kv_heads = self._model, self._arena, self._model.spec.n_kv_heads if q is None else 0
+        linear_qkv(
+            self._device, packed, y, rows.positions, rows.slots, arena.tables, layer.index, arena.pool, model.cos,
+            model.sin, q, num_kv_heads=num_kv_heads, columns=columns, dependent=True,
+        )  # fmt: skip
+
+    def _load(self, block: DeviceBlock, places: Array, rows: int) -> None:
+        load_hidden(
+            self._device, self._layout.mode, self._arena.pool, self._layout.per_slab, places, block.attn_norm,
+            self._y[:rows], eps=self._model.spec.norm_eps,
+        )  # fmt: skip
+
+    def _keys_values(self, block: DeviceBlock, rows: int, tokens: Tokens, tables: Array, layer: int) -> None:
+        """From y' to pages."""
+        spec = self._model.spec
+        self._multiply("kv", self._y, block.qkv[_KV].dense, self._kv, rows)
+        rope_keys_values(
+            self._device, self._kv[:rows], tokens.slots, tokens.positions, self._model.cos, self._model.sin, tables,
+            layer, self._arena.pool, num_kv_heads=spec.n_kv_heads, pairing=spec.rope_pairing,
+        )  # fmt: skip
