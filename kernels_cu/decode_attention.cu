@@ -75,7 +75,7 @@ DEVICE PageRows page_rows(const PageHead& page) {
     rows.token[u] = token_of_column(warp, u, g);
     rows.keys[u] = reinterpret_cast<const Piece*>(page.keys + rows.token[u] * kHeadDim) + t;
   }
-  rows.values = reinterpret_cast<const Piece*>(page.values + (warp * kWarpDims + g) * kPageTokens) + t;
+  rows.values = reinterpret_cast<const Piece*>(page.values) + value_piece(warp * kWarpDims + g, t);
   return rows;
 }
 
@@ -105,7 +105,7 @@ DEVICE void load_page(PagePieces& page, const PageHead& from, const UnitSight& s
     const bool wanted = token < sight.settled_end && sees_some(sight.any, token, 8);
 #pragma unroll
     for (int n = 0; n < kWarpTiles; ++n)
-      page.values[n][j] = load_stream_if(rows.values + 8 * n * (kPageTokens / 8) + 4 * j, wanted);
+      page.values[n][j] = load_stream_if(rows.values + value_piece(8 * n, 4 * j), wanted);
   }
 }
 
@@ -125,7 +125,7 @@ DEVICE void load_unsettled(PagePieces& page, const PageHead& from, const UnitSig
     if (value_token(j) >= sight.settled_end && sees_some(sight.any, value_token(j), 8)) {
 #pragma unroll
       for (int n = 0; n < kWarpTiles; ++n)
-        page.values[n][j] = load_stream(rows.values + 8 * n * (kPageTokens / 8) + 4 * j);
+        page.values[n][j] = load_stream(rows.values + value_piece(8 * n, 4 * j));
     }
 }
 

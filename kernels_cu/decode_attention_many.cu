@@ -19,22 +19,20 @@
 #include "query_tiles.cuh"
 
 constexpr int kBlocksPerSm = 4;
-constexpr int kValuePieces = kPageTokens / 8;  // of a row of Vᵀ
+constexpr int kHeadPieces = kHeadElements / kPieceElements;  // of K, and of V
 
 struct SharedPage : SharedScales {
   alignas(16) Piece keys[kPageTokens][kRowPieces];
-  alignas(16) Piece values[kHeadDim][kValuePieces];
+  alignas(16) Piece values[kHeadPieces];  // shared_value_piece
 };
 
-// Where a row has a piece.  Lanes read four pieces of several rows at once, which must not meet in a bank: of halves
-// those of two neighbours, of levels those of tokens n, n + 1, n + 8 and n + 9, or of four neighbouring dims.
+// Where a token has a piece.  Lanes read four pieces of several tokens at once, which must not meet in a bank: of halves
+// those of two neighbours, of levels those of tokens n, n + 1, n + 8 and n + 9.
 DEVICE int place_of_key(int token, int piece) {
   if (kCopyPieces == 1) return piece ^ (token % 2 * 4);
   const int nth = token % 2 + token / 8 % 2 * 2;
   return piece ^ ((kHeadDim == 128 ? nth : nth / 2) * 4);  // two rows of 64 bytes lie apart anyway
 }
-
-DEVICE int place_of_value(int dim, int piece) { return piece ^ ((kCopyPieces == 1 ? dim % 2 : dim / 2 % 2) * 4); }
 
 union Shared {
   SharedPage page;          // of a shared unit
@@ -56,21 +54,21 @@ DEVICE void copy_if(void* shared, const void* global, bool wanted, u64 policy) {
     *static_cast<uint4*>(shared) = no_piece();
 }
 
-// Asks for tokens first ≤ token < end of a page, both multiples of kCopyElements; what nobody sees becomes zeros.
+// Asks for tokens first ≤ token < end of a page, both multiples of 8; what nobody sees becomes zeros.
 DEVICE void copy_page(SharedPage& page, const PageHead& from, Sight any, int first, int end) {
   const u64 policy = cache_policy(false);
 #pragma unroll
-  for (int i = threadIdx.x; i < kPageTokens * kRowPieces / kCopyPieces; i += kThreads) {
+  for (int i = threadIdx.x; i < kHeadPieces / kCopyPieces; i += kThreads) {
     const int at = i * kCopyPieces, token = at / kRowPieces;
     if (token >= first && token < end)
       copy_if(&page.keys[token][place_of_key(token, at % kRowPieces)], from.keys + 8 * at, sees(any, token), policy);
   }
 #pragma unroll
-  for (int i = threadIdx.x; i < kHeadDim * kValuePieces / kCopyPieces; i += kThreads) {
-    const int at = i * kCopyPieces, dim = at / kValuePieces, piece = at % kValuePieces, token = 8 * piece;
+  for (int i = threadIdx.x; i < kHeadPieces / kCopyPieces; i += kThreads) {
+    const int at = i * kCopyPieces, octet = octet_of_piece(at), token = 8 * octet;
     if (token >= first && token < end)
-      copy_if(&page.values[dim][place_of_value(dim, piece)], from.values + 8 * at,
-              sees_some(any, token, kCopyElements), policy);
+      copy_if(&page.values[shared_value_piece(dim_of_piece(at), octet)], from.values + 8 * at,
+              sees_some(any, token, 8), policy);
   }
   page.copy_scales(from.key_scales, from.value_scales, [&](uint4* shared, const uint4* scales, int token) {
     if (token >= first && token < end) copy_if(shared, scales, sees_some(any, token, 8), policy);
@@ -119,7 +117,7 @@ DEVICE void weigh_tile(PageWeights<2>& weights, const HeldQueries& held, const Q
 
 DEVICE const Piece& value_piece(const SharedPage& page, int group, int n, int j) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, dim = 8 * (group * kGroupTiles + n) + g;
-  return page.values[dim][place_of_value(dim, 4 * j + t)];
+  return page.values[shared_value_piece(dim, 4 * j + t)];
 }
 
 // Levels in pairs of words, as they lie: a word at a time they would meet in banks.

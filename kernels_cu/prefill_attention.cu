@@ -49,9 +49,10 @@ DEVICE int swizzled(int row, int piece, int row_pieces) { return row * row_piece
 
 #ifdef TL_INT8
 
-// A page comes as levels, in their order.  Once it is here all threads widen it, so that warps do not each do it.
+// A page comes as levels.  Once it is here all threads widen it, so that warps do not each do it.
 struct Arrival : SharedScales {
-  uint4 keys[kHeadPieces / kCopyPieces], values[kHeadPieces / kCopyPieces];
+  uint4 keys[kHeadPieces / kCopyPieces];    // in their order
+  uint4 values[kHeadPieces / kCopyPieces];  // shared_value_piece
 };
 
 struct Pages {
@@ -62,8 +63,9 @@ struct Pages {
 #pragma unroll
     for (int i = 0; i < kHeadPieces / kCopyPieces / kThreads; ++i) {
       const int c = i * kThreads + threadIdx.x;
+      const int first = c * kCopyPieces, place = shared_value_piece(dim_of_piece(first), octet_of_piece(first));
       cp_async16(&arrival.keys[c], keys + c, true);
-      cp_async16(&arrival.values[c], values + c, true);
+      cp_async16(&arrival.values[place / kCopyPieces], values + c, true);
     }
     arrival.copy_scales(key_scales, value_scales,
                         [](uint4* shared, const uint4* scales, int) { cp_async16(shared, scales, true); });
@@ -72,13 +74,14 @@ struct Pages {
   // Then the next page may come.
   DEVICE const Stage& take(int) {
     const Piece* keys = reinterpret_cast<const Piece*>(arrival.keys) + threadIdx.x;
-    const Piece* values = reinterpret_cast<const Piece*>(arrival.values) + threadIdx.x;
+    const Piece* values = reinterpret_cast<const Piece*>(arrival.values);
+    values += shared_value_piece(threadIdx.x / kOctets, threadIdx.x % kOctets);
     uint4* to_keys = stage.keys + swizzled(threadIdx.x / kRowPieces, threadIdx.x % kRowPieces, kRowPieces);
-    uint4* to_values = stage.values + swizzled(threadIdx.x / 8, threadIdx.x % 8, 8);
+    uint4* to_values = stage.values + swizzled(threadIdx.x / kOctets, threadIdx.x % kOctets, kOctets);
 #pragma unroll 4  // all at once would take the registers of the state
-    for (int i = 0; i < kHeadPieces; i += kThreads) {  // an even number of rows further on
+    for (int i = 0; i < kHeadPieces; i += kThreads) {  // 16 dims, and an even number of tokens, further on
       to_keys[i] = halves_of(keys[i]);
-      to_values[i] = halves_of(values[i]);
+      to_values[i] = halves_of(values[i / kOctets]);
     }
     stage.copy_scales(arrival.of_keys, arrival.of_values,
                       [](uint4* shared, const uint4* scales, int) { *shared = *scales; });

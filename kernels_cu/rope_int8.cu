@@ -6,7 +6,7 @@
 //
 // The mapping is that of rope.cu.  A vector's largest magnitude is found by its threads, which are neighbours in a
 // warp: 8 or 4 of them for a K head, 16 or 8 for a token's V head.  V is transposed as bytes, four dims of a token a
-// word; 8 tokens of a dim are written at once where 8 rows that begin at a multiple of 8 are neighbours in a page too.
+// word; 8 tokens of four dims are written at once where 8 rows that begin at a multiple of 8 are an octet of a page.
 //
 // fp32: the rotation, products and sum each rounded, and the coding of what it gives; fp16: q, scales.  Bytes a token:
 // (H + 2G)·D·2 read, 2·H·D + 2·G·(D + 2) written, and D·4 of cos and sin per group of heads.
@@ -120,7 +120,8 @@ DEVICE void transpose_bytes(u32 (&out)[4], const u32* in) {
 DEVICE Stored* value_target(const Values& values, int token, int dim, Stored* pool, int kv_head, const Shape& shape) {
   const int heads = shape.num_kv_heads;
   Stored* levels = levels_of_head(pool, values.places.page[token], heads + kv_head, heads);
-  return levels + dim * kPageTokens + values.places.place[token];
+  const int place = values.places.place[token];
+  return levels + value_piece(dim, place / kPieceElements) * kPieceElements + place % kPieceElements;
 }
 
 // Of 8 tokens four dims, a word a token.
@@ -128,8 +129,9 @@ DEVICE void store_octet(const u32 (&words)[8], Stored* target) {
   u32 early[4], late[4];
   transpose_bytes(early, words);
   transpose_bytes(late, words + 4);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) *reinterpret_cast<uint2*>(target + i * kPageTokens) = {early[i], late[i]};
+  uint4* pieces = reinterpret_cast<uint4*>(target);
+  pieces[0] = {early[0], late[0], early[1], late[1]};
+  pieces[1] = {early[2], late[2], early[3], late[3]};
 }
 
 // The thread's 8 rows, every kQuads-th four dims of them.
@@ -149,7 +151,7 @@ DEVICE void store_values(const Values& values, Stored* pool, int kv_head, const 
       if (values.places.page[first + i] < 0) continue;
       Stored* target = value_target(values, first + i, 4 * quad, pool, kv_head, shape);
 #pragma unroll
-      for (int dim = 0; dim < 4; ++dim) target[dim * kPageTokens] = static_cast<Stored>(words[i] >> 8 * dim);
+      for (int dim = 0; dim < 4; ++dim) target[dim * kPieceElements] = static_cast<Stored>(words[i] >> 8 * dim);
     }
   }
 }

@@ -1,7 +1,7 @@
 // What both attentions share: where a page keeps K and V, which token a column of scores is, who may see it.
 //
-// A page holds 64 tokens of one cache layer: K [G][64][D], then V transposed [G][D][64], halves or levels; then, where
-// there are any, the scales [G][64] of K and [G][64] of V (stored.cuh).  In K and V, the elements that a product sums
+// A page holds 64 tokens of one cache layer: K [G][64][D], then V transposed [G][D][64], halves or levels, of which V
+// lies in octets; then, where there are any, the scales [G][64] of K and [G][64] of V (stored.cuh).  In K and V, the elements that a product sums
 // over lie next to each other, so every operand of mma.m16n8k16 comes in pieces of 8 elements, with no ldmatrix and no
 // transposition: lane = 4·g + t of a warp takes the 8 elements from 32·j + 8·t on, and mma step s = 2·j + i sums over
 // elements 32·j + 8·t + 4·i .. +3 of its four lanes.  Both operands use this order.
@@ -16,14 +16,10 @@
 
 #include "stored.cuh"
 
-#ifndef TL_HEAD_DIM
-#define TL_HEAD_DIM 128
-#endif
 #ifndef TL_QUERIES_PER_KV
 #define TL_QUERIES_PER_KV 1
 #endif
 
-constexpr int kHeadDim = TL_HEAD_DIM;                // D
 constexpr int kQueriesPerKv = TL_QUERIES_PER_KV;     // H / G
 constexpr int kSteps = kPageTokens / 16;             // mma steps over the tokens of a page
 constexpr int kDimPieces = kHeadDim / 32;            // pieces a lane takes of a q or K row
@@ -46,7 +42,7 @@ DEVICE const Stored* page_keys(const Stored* pool, int page, int kv_head, int nu
          static_cast<u64>(page) * 2 * num_kv_heads * kHeadScaleBytes;
 }
 
-// V of a head in a page: [D][64].
+// V of a head in a page: pieces, in the order of value_piece.
 DEVICE const Stored* page_values(const Stored* pool, int page, int kv_head, int num_kv_heads) {
   return page_keys(pool, page, kv_head + num_kv_heads, num_kv_heads);
 }

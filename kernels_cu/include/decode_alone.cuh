@@ -37,17 +37,15 @@ DEVICE void load_half_keys(HalfKeys& keys, const PageHead& page, int j, Sight si
   }
 }
 
-// values: Vᵀ from the first of the group's dims on.
-DEVICE void load_group_values(GroupValues& loaded, const Stored* values, Sight sight) {
+// values: the first piece of the group's first dim.
+DEVICE void load_group_values(GroupValues& loaded, const Piece* values, Sight sight) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int j = 0; j < kTokenPieces; ++j) {
-    const int token = 32 * j + 8 * t;
-    const Stored* row = values + g * kPageTokens + token;
+    const Piece* row = values + value_piece(g, 0) + value_piece(0, 4 * j + t);
 #pragma unroll
     for (int n = 0; n < kGroupTiles; ++n)
-      loaded.tiles[n][j] =
-          load_stream_if(reinterpret_cast<const Piece*>(row + 8 * n * kPageTokens), sees_some(sight, token, 8));
+      loaded.tiles[n][j] = load_stream_if(row + value_piece(8 * n, 0), sees_some(sight, 32 * j + 8 * t, 8));
   }
 }
 
@@ -88,7 +86,7 @@ DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, const QueryTile& tile, c
 }
 
 // o of a group's dims, to dims[half] where that is not null.
-DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalves>& weights, const Stored* values,
+DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalves>& weights, const Piece* values,
                     Sight sight) {
   GroupValues group;
   float o[kGroupTiles][4] = {};
@@ -124,7 +122,8 @@ DEVICE void attend_alone(const Partials& partials, const QueryTile& tile, const 
   }
 #pragma unroll 1
   for (int group = 0; group < 2; ++group) {
-    mix_own(dims, weights, page.values + group * kHeadElements / 2, entry.sight);
+    const Piece* values = reinterpret_cast<const Piece*>(page.values) + value_piece(group * kHeadDim / 2, 0);
+    mix_own(dims, weights, values, entry.sight);
 #pragma unroll
     for (int half = 0; half < kOwnHalves; ++half)
       if (dims[half]) dims[half] += kHeadDim / 2;

@@ -38,8 +38,8 @@ struct Unit {
   int page;  // not yet its address: nothing waits for it while the entries are read
 };
 
-// What the unit's rows see of its page together.  The tokens before settled_end, a multiple of kCopyElements, are not of
-// this step.
+// What the unit's rows see of its page together.  The tokens before settled_end, a multiple of 8, are not of this
+// step.
 struct UnitSight {
   Sight any;
   int settled_end;
@@ -115,7 +115,7 @@ DEVICE UnitSight sight_of_unit(const Unit& unit, const Entries& entries) {
     const Sight sight = entries.of[e].sight;
     begin = min(begin, sight.begin);
     end = max(end, sight.end);
-    if (sight.end > 0) settled_end = min(settled_end, (sight.end - 1) / kCopyElements * kCopyElements);
+    if (sight.end > 0) settled_end = min(settled_end, (sight.end - 1) / kPieceElements * kPieceElements);
   }
   return {{reduce_min(begin), reduce_max(end)}, reduce_min(settled_end)};
 }

@@ -14,7 +14,7 @@ constexpr float kLargestHalf = 65504.0f;
 constexpr float kMostLevel = 127.0f;
 constexpr float kLeastScale = 1.0f / 131072;  // fp16 keeps seven bits of it
 
-// K levels of a head in a page, [64][D]; V levels, [D][64], are those of head G + kv_head.
+// K levels of a head in a page; V levels are those of head G + kv_head (stored.cuh).
 DEVICE Stored* levels_of_head(Stored* pool, int page, int head, int num_kv_heads) {
   return const_cast<Stored*>(page_keys(pool, page, head, num_kv_heads));
 }

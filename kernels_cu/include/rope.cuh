@@ -19,7 +19,6 @@ constexpr int kHeads = 4;                                      // that a thread 
 constexpr int kPairs = 8;                                      // of a thread
 constexpr int kTokenThreads = kHeadDim / (2 * kPairs);         // threads that turn one token
 constexpr int kRowPieces = kHeadDim / 8;                       // 16-byte pieces of a token's head
-constexpr int kOctets = kTokens / 8;
 constexpr int kValuePieces = kTokens * kRowPieces / kThreads;  // of a thread
 
 struct Shape {

@@ -66,12 +66,15 @@ class Sequences:
 
     def _fill(self, page: int, tokens: slice, spread: float) -> None:
         """Anything; values are some `spread` large."""
-        keys, values, *scales = (int8_page if self.int8 else page_views)(self.pool[page], self.kv_heads)
+        given = int8_page(self.pool[page], self.kv_heads) if self.int8 else None
+        keys, values = (given.keys, given.values) if given else page_views(self.pool[page], self.kv_heads)
         for array in (keys[:, tokens], values[:, :, tokens]):
             many = self.rng.standard_normal(array.shape)
-            array[...] = np.clip(np.rint(42 * many), -127, 127) if self.int8 else spread * many
-        for array in scales:
-            array[:, tokens] = spread / 42 * self.rng.uniform(0.5, 1.5, array[:, tokens].shape)
+            array[...] = np.clip(np.rint(42 * many), -127, 127) if given else spread * many
+        if given:
+            given.put_values(values)
+            for array in (given.key_scales[:, tokens], given.value_scales[:, tokens]):
+                array[...] = spread / 42 * self.rng.uniform(0.5, 1.5, array.shape)
 
     def fill_unused(self, slot: int) -> None:
         """Other rubbish past the end of the sequence."""

@@ -1,7 +1,8 @@
 """What a pool of pages looks like to the kernels.  Its dtype says what a page of 64 tokens of a cache layer holds:
 
     float16   K [G][64][D], then V transposed [G][D][64]
-    int8      K and V likewise as levels, then fp16 scales of K and of V, [G][64] each: value = level · scale
+    int8      K likewise and V [G][8][D][8 tokens] as levels, then fp16 scales of K and of V, [G][64] each:
+              value = level · scale
 
 In: a pool.  Out: what `match` is to expect of it.  Refuses to know what is done with pages.
 """

@@ -63,8 +63,10 @@ class Page(NamedTuple):
 def read_page(page: Array, num_kv_heads: int) -> Page:
     """Of a page of a float16 or int8 pool."""
     if page.dtype == np.int8:
-        keys, values, *scales = (view.astype(np.float32) for view in int8_page(page, num_kv_heads))
-        return Page(keys, values, scales[0][:, None], scales[1][:, None], 6)
+        given = int8_page(page, num_kv_heads)
+        arrays = given.keys, given.values, given.key_scales[:, None], given.value_scales[:, None]
+        keys, values, key_scales, value_scales = (array.astype(np.float32) for array in arrays)
+        return Page(keys, values, key_scales, value_scales, 6)
     keys, values = (view.astype(np.float32) for view in page_views(page, num_kv_heads))
     ones = np.ones((num_kv_heads, 1, PAGE_TOKENS), np.float32)
     return Page(keys, values, ones, ones, 0)

@@ -31,7 +31,9 @@ def _clone_int8(pool: Array, triples: Array, head_dim: int) -> None:
     for source, target, num_tokens in triples:
         taken, given = (int8_page(pool[page], num_kv_heads) for page in (target, source))
         taken.keys[:, :num_tokens] = given.keys[:, :num_tokens]
-        taken.values[:, :, :num_tokens] = given.values[:, :, :num_tokens]
+        values = taken.values
+        values[:, :, :num_tokens] = given.values[:, :, :num_tokens]
+        taken.put_values(values)
         taken.key_scales[:, :num_tokens] = given.key_scales[:, :num_tokens]
         taken.value_scales[:, :num_tokens] = given.value_scales[:, :num_tokens]
 
