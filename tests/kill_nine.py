@@ -6,7 +6,8 @@ Writers create, replace, renew and delete names, children of others among them; 
 random moment a server dies: with SQLite the one there is; with Redis one of two replicas, or Redis itself, or all
 three at once.  What died is started again, and every name is compared with what its writer was told (name_ledger.py),
 at every replica, and generates what its whole content gives.  A change that got no answer may have been made or not,
-nothing in between.  The engine is the fake one, whose tokens depend on every token before them.
+nothing in between.  State is kept on disk too, and some of what is verified was restored from it.  The engine is the
+fake one, whose tokens depend on every token before them.
 """
 
 from __future__ import annotations
@@ -51,11 +52,18 @@ class Replica:
     """One server process, started again under a new address after each kill."""
 
     registry: str
+    snapshots: Path
     process: Process | None = None
     channel: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
-        command = (sys.executable, str(HERE / "rpc" / "names_server.py"), self.registry, str(STEP_S))
+        command = (
+            sys.executable,
+            str(HERE / "rpc" / "names_server.py"),
+            self.registry,
+            str(STEP_S),
+            str(self.snapshots),
+        )
         self.process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
         assert self.process.stdout is not None
         words = (await asyncio.wait_for(self.process.stdout.readline(), 60.0)).decode().split()
@@ -252,7 +260,7 @@ async def trial(registry: str, folder: Path, seed: int, binary: str | None = Non
     redis = running_redis(folder, binary) if registry == "redis" else nullcontext()
     with redis as server:
         url = server.url if server is not None else f"sqlite:///{folder}/names.db"
-        replicas = [Replica(url) for _ in range(2 if server is not None else 1)]
+        replicas = [Replica(url, folder / f"snapshots-{i}") for i in range(2 if server is not None else 1)]
         async with AsyncExitStack() as stack:
             for replica in replicas:
                 stack.push_async_callback(replica.close)

@@ -45,6 +45,7 @@ from tinyloop_service.rpc.tls import server_credentials
 from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import EngineKind, EngineSettings, Settings
+from tinyloop_service.snapshots import Snapshots, start_snapshots
 from tinyloop_service.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ class App:
         self._backend = Backend(replica, self._observation)
         self._scheduler: Scheduler | None = None
         self._names: Names | None = None
+        self._snapshots: Snapshots | None = None
         self._prefixes: tuple[FilePrefix, ...] = ()
         self._health = Health()
         self._tokens: TokensFile | None = None
@@ -224,6 +226,8 @@ class App:
         await self._server.stop(None if self._hurry.is_set() else _FLUSH_S)
         if self._names is not None:
             await self._names.close()
+        if self._snapshots is not None:
+            await self._snapshots.close()
         await self._health.stop()
         if self._following is not None:
             self._following.cancel()
@@ -279,6 +283,7 @@ class App:
             scheduler.set_quotas(self._tokens.tokens.quotas)
         facts = {"model_id": limits.model_id, "engine": scheduler.engine_name, "cache_mode": limits.cache_mode.value}
         self._observation.open(scheduler.load, **facts)
+        self._snapshots = await start_snapshots(scheduler, self._settings.names)
         self._names = await start_names(scheduler, self._settings.names, self._prefixes)
         self._backend.open(scheduler, self._names, loaded.config)
         await self._health.set_ready(True)

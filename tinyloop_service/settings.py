@@ -202,6 +202,8 @@ class NamesSettings:
 
     registry: str = field(default="memory", repr=False)  # memory, sqlite:///PATH or redis://…; may hold a password
     prefixes: str | None = None  # path of a file of prefixes that are built and pinned before the server is ready
+    snapshot_dir: str | None = None  # directory where state is kept, so that a restart needs no prefill; None: nowhere
+    snapshot_bytes: int = 16 * 2**30  # of all files there; beyond it the oldest go
 
     def __post_init__(self) -> None:
         scheme = self.registry.partition(":")[0]
@@ -211,6 +213,7 @@ class NamesSettings:
             "registry",
             f"{scheme[:20]!r} given, memory, sqlite:///PATH, redis://HOST:PORT/DB or rediss://… expected",
         )
+        _require(self.snapshot_bytes > 0, "snapshot_bytes", f"{self.snapshot_bytes} given, above 0 expected")
 
 
 @dataclass(frozen=True, slots=True)

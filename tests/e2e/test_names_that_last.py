@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from command_harness import Server, eventually, serving, tinyloop_process
@@ -34,6 +35,23 @@ def test_two_processes_share_their_names(tiny: Path, redis_server: RedisServer, 
         a.run("prefix", "create", "p", TEXT.upper())
         other = answer(a)
         eventually(lambda: answer(b) == other)
+
+
+def test_a_killed_server_s_names_and_state_are_there_for_the_next(tiny: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "snapshots"
+    options = ("--model", tiny, "--registry", f"sqlite:///{tmp_path}/names.db", "--snapshot-dir", kept)
+    request = ("generate", "--prefix", "p", " And", "--max-tokens", "8", "--ignore-eos", "--logprobs", "3", "--json")
+    with serving(*options) as first:
+        first.run("prefix", "create", "p", TEXT)
+        said = first.run(*request).json
+        eventually(lambda: list(kept.glob("*.safetensors")))
+        first.stop(signal.SIGKILL)
+    with serving(*options) as second:
+        assert built(second) == "evicted"
+        again = second.run(*request).json
+        for part in ("token_ids", "logprobs"):
+            assert again["choices"][0][part] == said["choices"][0][part]
+        assert again["usage"] == said["usage"], "as many cached tokens: nothing of the prefix was computed"
 
 
 def test_a_registry_that_cannot_be_is_one_clear_error(tiny: Path) -> None:

@@ -1,5 +1,6 @@
-"""A server process with the fake engine and a registry, for tests that kill it.  Arguments: registry, step in seconds.
+"""A server process with the fake engine and a registry, for tests that kill it.
 
+Arguments: registry, step in seconds, directory where state is kept.
 Prints "serving ADDRESS" when it is ready.
 """
 
@@ -19,7 +20,7 @@ from tinyloop_service.settings import LogLevel, NamesSettings, ServerSettings, S
 def main() -> NoReturn:
     configure_logging(ServerSettings(log_level=LogLevel.ERROR))
     engine = FakeEngine(step_s=float(sys.argv[2]))
-    settings = Settings(server=SERVER, names=NamesSettings(registry=sys.argv[1]))
+    settings = Settings(server=SERVER, names=NamesSettings(registry=sys.argv[1], snapshot_dir=sys.argv[3]))
     app = App(settings, lambda: LoadedModel(engine, None, CONFIG))
     run_process(app, lambda app: print("serving", app.address, flush=True))
 

@@ -11,7 +11,7 @@ from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, FaultAt
 from tinyloop_service.engine.fake_tokens import expected_tokens
 from tinyloop_service.errors import EngineFault, TinyLoopError
 from tinyloop_service.scheduler.core import Core
-from tinyloop_service.scheduler.events import Admitted, BuildEnded, Failed, Sampled
+from tinyloop_service.scheduler.events import Admitted, BuildEnded, Failed, Sampled, SnapshotTaken, SnapshotUnwanted
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.types import FinishReason, GenerationRequest, PrefixDefinition, PrefixInfo, TokenIds
 
@@ -64,6 +64,7 @@ class Driver:
         self.in_flight: deque[Plan] = deque()
         self.requests: dict[int, Watched] = {}
         self.changed: list[str] = []
+        self.snapshots: dict[str, object] = {}  # once `core.snapshots.keep` was called: what is kept, by digest
         self.builds: list[BuildEnded] = []
         self.plans: list[Plan] = []
         self.now_ns = 10**9
@@ -193,6 +194,11 @@ class Driver:
                     self._apply(watched, event)
             elif isinstance(event, BuildEnded):
                 self.builds.append(event)
+            elif isinstance(event, SnapshotTaken):
+                self.snapshots[event.digest] = event.state
+                self.core.snapshots.offer(event.digest, event.state)
+            elif isinstance(event, SnapshotUnwanted):
+                self.snapshots.pop(event.digest, None)
             else:
                 self.changed.append(event.uid)
 

@@ -41,6 +41,7 @@ class CoreMachine(RuleBasedStateMachine):
         eos=st.sampled_from([(), (3, 9)]),
         fault_at=st.sampled_from(FaultAt),
         quota=st.sampled_from(QUOTAS),
+        keeps=st.booleans(),
     )
     def start(
         self,
@@ -52,6 +53,7 @@ class CoreMachine(RuleBasedStateMachine):
         eos: tuple[int, ...],
         fault_at: FaultAt,
         quota: Quota,
+        keeps: bool,
     ) -> None:
         limits = dataclasses.replace(
             SMALL,
@@ -62,6 +64,8 @@ class CoreMachine(RuleBasedStateMachine):
         )
         options = SchedulerSettings(max_queue=12, max_prefixes=max_prefixes, aging_ns=aging_ns, max_overtaken=2)
         self.driver = Driver(limits, options, fault_at=fault_at)
+        if keeps:
+            self.driver.core.snapshots.keep()
         self.quota = quota
         self.driver.core.set_quotas({"other": quota}, self.driver.now_ns)
         self.waiting: list[str] = []  # uids of creates that wait
@@ -306,6 +310,7 @@ def walk(seed: int, num_calls: int) -> None:
         eos=pick([(), (3, 9)]),
         fault_at=pick(list(FaultAt)),
         quota=pick(QUOTAS),
+        keeps=pick([True, False]),
     )
     driver = machine.driver
     for _ in range(num_calls):

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
-from pathlib import Path
+
+from tinyloop_service.engine.processor import processor_name
 
 
 def describe_machine() -> str:
     """For example "AMD EPYC 9R14, 2 cores", or "…, 16 cores, NVIDIA H200 with driver 580.159.04"."""
-    return ", ".join([f"{_processor()}, {len(os.sched_getaffinity(0))} cores", *_gpus()])
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return ", ".join([f"{processor_name()}, {len(os.sched_getaffinity(0))} cores", *_gpus()])
 
 
 def _gpus() -> list[str]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     "accuracy_level",
     "registry",
     "prefixes",
+    "snapshot_dir",
     "max_prefixes",
     "max_queue",
     "drain_grace_s",

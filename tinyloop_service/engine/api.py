@@ -57,6 +57,7 @@ class Limits:
     busy_steps: int = 1  # of them, while somebody waits for the next plan; several where a step is short
     split_tokens: int = PAGE_TOKENS  # the fixed length of an attention split, a multiple of PAGE_TOKENS
     active_page_bytes: int = 0  # of a page in the form that is read, where that is not the stored one; else 0
+    snapshot_id: str = ""  # names all that saved state depends on beside model and mode; empty: none can be saved
     pages_per_active: int = (
         0  # stored pages that fit where an active one lies; 0: memory has no such rooms, bytes count
     )
@@ -112,6 +113,16 @@ class Clone:
 
 
 @dataclass(frozen=True, slots=True)
+class Restore:
+    """Fill a prefix's own pages, and its kept logits, with what they were when they were saved: in place of all its
+    prefills.  Never with a window."""
+
+    seq: SequenceId
+    length: int  # absolute, from then on
+    state: object  # of a `Saved` of an engine with the same `snapshot_id`, model and mode
+
+
+@dataclass(frozen=True, slots=True)
 class Prefill:
     """Append prompt tokens.  `last`: sample a request's first token, or keep a prefix's logits."""
 
@@ -143,9 +154,11 @@ class Plan:
     # flight still draw for them means nothing: who wants it waits for it first
     released: tuple[int, ...] = ()  # page ids given back since the last plan (poisoned in debug)
     deactivate: tuple[SequenceId, ...] = ()  # drop these active forms
+    save: tuple[SequenceId, ...] = ()  # copy the state of these prefixes, built by earlier plans
     open: tuple[Open, ...] = ()
     extend: tuple[Extend, ...] = ()
     clone: tuple[Clone, ...] = ()
+    restore: tuple[Restore, ...] = ()
     activate: tuple[SequenceId, ...] = ()  # make the active form of these prefixes, parents before children; a prefix
     # that is being built is named by the plan that opens it; a request's own pages are active from open to close
     first: tuple[SequenceId, ...] = ()  # sample the first token from the parent's kept logits (empty suffix)
@@ -179,10 +192,20 @@ class RowOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """A copy of a prefix's own pages and its kept logits: name → array of bytes, for files and for `Restore`."""
+
+    seq: SequenceId
+    state: object
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """One RowOutput for every `first`, every `last` prefill of a request, and every decode row."""
+    """One RowOutput for every `first`, every `last` prefill of a request, and every decode row; one Saved for every
+    `save`."""
 
     rows: tuple[RowOutput, ...]
+    saved: tuple[Saved, ...] = ()
 
 
 class Pending(Protocol):

@@ -28,10 +28,11 @@ from tinyloop_service.engine.api import (
     Plan,
     Prefill,
     RowOutput,
+    Saved,
     SequenceId,
     StepResult,
 )
-from tinyloop_service.engine.fake_state import Pages, PlanViolation, Sequence, require
+from tinyloop_service.engine.fake_state import Pages, PlanViolation, Sequence, require, restore_state, save_state
 from tinyloop_service.engine.fake_tokens import MASK, NO_TOKENS, draw, draw_logprob, expected_tokens, mix
 from tinyloop_service.errors import DeviceLost, EngineFault
 from tinyloop_service.types import CacheMode, TokenLogprob
@@ -54,6 +55,7 @@ FAKE_LIMITS = Limits(
     max_rows=64,
     max_chunk=256,
     max_steps=8,
+    snapshot_id="fake",
 )
 
 
@@ -153,12 +155,15 @@ class FakeEngine:
         for seq in plan.deactivate:
             self._sequence(seq)
             self._active.discard(seq)
+        saved = tuple(Saved(seq, save_state(self._sequence(seq), self._pages)) for seq in plan.save)
         for opened in plan.open:
             self._open(opened)
         for extend in plan.extend:
             self._extend(extend)
         for clone in plan.clone:
             self._clone(clone)
+        for restore in plan.restore:
+            restore_state(self._sequence(restore.seq), self._pages, restore)
         for seq in plan.activate:
             self._activate(seq)
         rows = [self._first(seq) for seq in plan.first]
@@ -166,7 +171,7 @@ class FakeEngine:
         rows += [self._decode(seq, plan.num_steps) for seq in plan.decode]
         for drop in plan.drop:
             self._drop(drop)
-        return StepResult(tuple(rows))
+        return StepResult(tuple(rows), saved)
 
     def _check_size(self, plan: Plan) -> None:
         limits = self._limits

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tinyloop_service.engine.api import PAGE_TOKENS, Block, Open, SequenceId
+import numpy as np
+from numpy.typing import NDArray
+
+from tinyloop_service.engine.api import PAGE_TOKENS, Block, Open, Restore, SequenceId
 from tinyloop_service.engine.fake_tokens import NO_TOKENS
 
 
@@ -111,3 +114,26 @@ class Sequence:
                 require(len(entries) >= high, f"block {index} holds {len(entries)} tokens, {high} are read")
                 total += sum(entries[low:high])
         return total
+
+
+def save_state(sequence: Sequence, pages: Pages) -> dict[str, NDArray[np.uint8]]:
+    """The entries of a built prefix's own blocks, and the one it keeps."""
+    require(sequence.opened.sampling is None and sequence.kept is not None, "what is saved is no built prefix")
+    entries = [entry for block in sequence.blocks for entry in pages.read(block, sequence.opened.seq)]
+    return {
+        "pages": np.array(entries, np.int64).view(np.uint8),
+        "logits": np.array([sequence.kept], np.int64).view(np.uint8),
+    }
+
+
+def restore_state(sequence: Sequence, pages: Pages, restore: Restore) -> None:
+    """What `save_state` gave; the cloned entries are among it."""
+    opened = sequence.opened
+    require(opened.sampling is None and not opened.cache_window, "what is restored is no prefix, or slides")
+    require(sequence.length == opened.start, f"sequence {opened.seq} has begun")
+    assert isinstance(restore.state, dict)
+    entries = restore.state["pages"].view(np.int64).tolist()
+    require(len(entries) == restore.length - opened.start // PAGE_TOKENS * PAGE_TOKENS, "state of another length")
+    for i, block in enumerate(sequence.blocks):
+        pages.entries(block)[:] = entries[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS]
+    sequence.length, sequence.kept = restore.length, int(restore.state["logits"].view(np.int64)[0])

@@ -151,7 +151,7 @@ class Admission:
         ancestors = chain[: chain.index(missing)]
         if not self._start_build(order, missing, ancestors, draft, now_ns):
             return Turn.LACKS_ROOM
-        if isinstance(job, Request):
+        if isinstance(job, Request) and missing.sequence is not None and missing.sequence.id in self._sequences.feeds:
             job.cached_tokens = min(job.cached_tokens, missing.recipe.extent.start)
         return Turn.MOVED
 
@@ -173,7 +173,10 @@ class Admission:
         self._activate(ancestors, draft)
         sequence = self._prefixes.start_build(prefix, now_ns)
         prefix.wanted_order = None
-        self._sequences.feed(Feed(sequence, prefix.recipe.tokens[extent.start :], order))
+        if (state := self._prefixes.snapshots.state_for(prefix)) is not None:
+            draft.restore(sequence, state)
+        else:
+            self._sequences.feed(Feed(sequence, prefix.recipe.tokens[extent.start :], order))
         return True
 
     def _inactive_pages(self, chain: Iterable[Prefix]) -> int:

@@ -20,7 +20,7 @@ import copy
 import uuid
 from collections.abc import Callable, Mapping
 
-from tinyloop_service.engine.api import Limits, Plan, StepResult
+from tinyloop_service.engine.api import Limits, Plan, SequenceId, StepResult
 from tinyloop_service.errors import (
     DeviceLost,
     EngineFault,
@@ -32,7 +32,7 @@ from tinyloop_service.scheduler.batch import compose
 from tinyloop_service.scheduler.catalog import Catalog
 from tinyloop_service.scheduler.door import match_request
 from tinyloop_service.scheduler.draft import Draft, amended
-from tinyloop_service.scheduler.events import BuildEnded, Event, PrefixChanged
+from tinyloop_service.scheduler.events import BuildEnded, Event, PrefixChanged, SnapshotTaken, SnapshotUnwanted
 from tinyloop_service.scheduler.prefix import Prefix
 from tinyloop_service.scheduler.prefixes import PrefixStore
 from tinyloop_service.scheduler.quotas import Quotas
@@ -63,6 +63,7 @@ class Core:
         self._admission = Admission(self._sequences, self._prefixes, self._requests, self._quotas, settings)
         self.catalog = Catalog(limits, self._prefixes, self._admission, self._quotas)
         self.adoption = Adoption(limits, self._prefixes, self._admission)
+        self.snapshots = self._prefixes.snapshots
         self._next_plan = 1
         self._last_arrival_ns = -_BURST_NS
         self._lost_device = False
@@ -103,6 +104,9 @@ class Core:
         self._admission.admit(draft, now_ns)
         is_busy = self._admission.is_waited_for or now_ns - self._last_arrival_ns < _BURST_NS
         compose(draft, self._sequences, self._requests, self.limits, self._settings, is_busy)
+        for prefix in self.snapshots.take_wanted():
+            assert prefix.sequence is not None
+            draft.save(prefix.sequence)
         if draft.is_empty and not self._sequences.has_closing:
             return None
         plan = draft.build(self._next_plan)
@@ -112,17 +116,32 @@ class Core:
     def commit(self, plan: Plan, result: StepResult, now_ns: int) -> None:
         """Apply what the engine answered.  Rows that ended in the meantime are dropped here."""
         for prefill in plan.prefill:
-            prefix = self._prefixes.building.get(prefill.seq)
-            if prefix is not None:
-                self._prefixes.progress(prefix, len(prefill.tokens), now_ns)
-                if prefix.state is PrefixState.READY:
-                    self._events.append(BuildEnded(*_identity(prefix), prefix.build_ns))
+            self._progress(prefill.seq, len(prefill.tokens), now_ns)
+        for restore in plan.restore:
+            self._progress(restore.seq, None, now_ns)
+        for saved in result.saved:
+            if (digest := self.snapshots.taken(saved)) is not None:
+                self._events.append(SnapshotTaken(digest, saved.state))
         for output in result.rows:
             self._requests.sampled(output, now_ns)
+
+    def _progress(self, seq: SequenceId, num_tokens: int | None, now_ns: int) -> None:
+        """A build has come so much further; None: all the way, restored."""
+        prefix = self._prefixes.building.get(seq)
+        if prefix is None:
+            return
+        extent = prefix.recipe.extent
+        self._prefixes.progress(prefix, extent.end - extent.start if num_tokens is None else num_tokens, now_ns)
+        if prefix.state is PrefixState.READY:
+            self._events.append(BuildEnded(*_identity(prefix), prefix.build_ns))
+            if num_tokens is not None:
+                self.snapshots.built(prefix)
 
     def fail(self, plan: Plan, error: EngineFault) -> None:
         """The plan met a fault: what it named is lost, and what hangs from that.  The rest lives."""
         self._sequences.repeat(plan)
+        restoring = [self._prefixes.building[item.seq] for item in plan.restore if item.seq in self._prefixes.building]
+        self.snapshots.failed(plan, [prefix.recipe.content_sha256 for prefix in restoring])
         lost = self._sequences.hanging_from(plan.sequences())
         for seq in lost:
             request = self._requests.owner_of(seq)
@@ -164,7 +183,8 @@ class Core:
     # ---- what is going on
 
     def take_events(self) -> list[Event]:
-        events = [*self._events, *(PrefixChanged(uid) for uid in self._prefixes.take_changed())]
+        changed = [PrefixChanged(uid) for uid in self._prefixes.take_changed()]
+        events = [*self._events, *changed, *map(SnapshotUnwanted, self.snapshots.take_unwanted())]
         self._events.clear()
         return events
 

@@ -13,7 +13,16 @@ from collections.abc import AsyncIterator, Callable
 from tinyloop_service.errors import PrefixNotFound, TinyLoopError
 from tinyloop_service.observer import BuildRecord, Observer
 from tinyloop_service.scheduler.core import Core
-from tinyloop_service.scheduler.events import Admitted, BuildEnded, Failed, PrefixChanged, Sampled
+from tinyloop_service.scheduler.events import (
+    Admitted,
+    BuildEnded,
+    Failed,
+    PrefixChanged,
+    Sampled,
+    SnapshotTaken,
+    SnapshotUnwanted,
+)
+from tinyloop_service.scheduler.saved import Keeper
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.types import PrefixInfo, PrefixState
 
@@ -26,6 +35,7 @@ class Delivery:
         self._core = core
         self._interval_ns = stream_interval_ns
         self._observer = observer
+        self.keeper: Keeper | None = None  # of what is saved
         self._streams: dict[int, Stream] = {}
         self._held: set[int] = set()  # streams, some of whose tokens wait for later ones; a timer runs while there are
         self._waiters: dict[str, set[asyncio.Future[PrefixInfo]]] = {}
@@ -52,6 +62,8 @@ class Delivery:
                 self._observer.build_ended(
                     BuildRecord(event.tenant, event.name, event.num_tokens, event.build_ns, reason)
                 )
+            elif isinstance(event, SnapshotTaken | SnapshotUnwanted):
+                self._tell_keeper(event)
             elif (stream := self._streams.get(event.request)) is not None:
                 self._tell_stream(stream, event)
 
@@ -115,6 +127,14 @@ class Delivery:
             self._hold(stream)
         if stream.is_over:
             del self._streams[stream.request]
+
+    def _tell_keeper(self, event: SnapshotTaken | SnapshotUnwanted) -> None:
+        if self.keeper is None:
+            return
+        if isinstance(event, SnapshotTaken):
+            self.keeper.keep(event.digest, event.state)
+        else:
+            self.keeper.drop(event.digest)
 
     def _hold(self, stream: Stream) -> None:
         """Its next tokens will show it; if they are long in coming, a timer does."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tinyloop_service.engine.api import PAGE_TOKENS, Clone, Drop, Extend, Open, Plan, Prefill, SequenceId
+from tinyloop_service.engine.api import PAGE_TOKENS, Clone, Drop, Extend, Open, Plan, Prefill, Restore, SequenceId
 from tinyloop_service.scheduler.sequences import Feed, Sequence, Sequences
 from tinyloop_service.types import Sampling, TokenIds
 
@@ -24,6 +24,8 @@ class Draft:
         self._extend: list[Extend] = []
         self._clone: list[Clone] = []
         self._activate: list[SequenceId] = []
+        self._save: list[SequenceId] = []
+        self._restore: list[Restore] = []
         self._first: list[SequenceId] = []
         self._prefill: list[Prefill] = []
         self._decode: list[SequenceId] = []
@@ -43,6 +45,15 @@ class Draft:
         self._open.append(Open(sequence.id, parent_id, extent.start, extent.loops, extent.window, sampling, prompt))
         if sampling is None and self._pool.active(sequence.id):
             self._activate.append(sequence.id)
+
+    def save(self, sequence: Sequence) -> None:
+        self._save.append(sequence.id)
+
+    def restore(self, sequence: Sequence, state: object) -> None:
+        """All of a prefix at once, from saved state."""
+        self.open(sequence, None, ())
+        self._grow(sequence, sequence.extent.end)
+        self._restore.append(Restore(sequence.id, sequence.extent.end, state))
 
     def first(self, sequence: Sequence) -> None:
         """Sample from the parent's kept logits."""
@@ -67,7 +78,7 @@ class Draft:
 
     @property
     def is_empty(self) -> bool:
-        parts = (self._deactivate, self._open, self._activate, self._first, self._prefill, self._decode)
+        parts = (self._deactivate, self._save, self._open, self._activate, self._first, self._prefill, self._decode)
         return not any(parts)
 
     def build(self, number: int) -> Plan:
@@ -79,9 +90,11 @@ class Draft:
             close=close,
             released=released,
             deactivate=tuple(seq for seq in self._deactivate if seq not in gone),
+            save=tuple(self._save),
             open=tuple(self._open),
             extend=tuple(self._extend),
             clone=tuple(self._clone),
+            restore=tuple(self._restore),
             activate=tuple(self._activate),
             first=tuple(self._first),
             prefill=tuple(self._prefill),
@@ -115,9 +128,11 @@ def amended(plan: Plan, sequences: Sequences) -> Plan:
         close=sequences.take_closing(plan.close),
         released=(),
         deactivate=(*sequences.take_deactivating(), *(seq for seq in plan.deactivate if seq in sequences)),
+        save=tuple(seq for seq in plan.save if seq in sequences),
         open=tuple(item for item in plan.open if item.seq in sequences),
         extend=tuple(item for item in plan.extend if item.seq in sequences),
         clone=tuple(item for item in plan.clone if item.seq in sequences),
+        restore=tuple(item for item in plan.restore if item.seq in sequences),
         activate=tuple(seq for seq in plan.activate if seq in sequences),
         first=tuple(seq for seq in plan.first if seq in sequences),
         prefill=tuple(item for item in plan.prefill if item.seq in sequences),

@@ -58,4 +58,19 @@ class BuildEnded:
     error: TinyLoopError | None = None
 
 
-Event = Admitted | Sampled | Failed | PrefixChanged | BuildEnded
+@dataclass(frozen=True, slots=True)
+class SnapshotTaken:
+    """The state of a prefix, for who keeps it."""
+
+    digest: str  # content_sha256
+    state: object
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotUnwanted:
+    """No prefix of this content is left, or its state could not be restored."""
+
+    digest: str
+
+
+Event = SnapshotTaken | SnapshotUnwanted | Admitted | Sampled | Failed | PrefixChanged | BuildEnded

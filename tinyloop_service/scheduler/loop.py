@@ -29,6 +29,7 @@ from tinyloop_service.scheduler.core import Core
 from tinyloop_service.scheduler.delivery import Delivery
 from tinyloop_service.scheduler.engine_threads import EngineThreads, NotRun
 from tinyloop_service.scheduler.request import Counters
+from tinyloop_service.scheduler.saved import Keeper, SavedStates
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.text import Tokenizer
@@ -340,6 +341,16 @@ class Scheduler:
         info = self._core.catalog.peek(uid)
         assert info is not None, "a prefix that was just made is gone"
         return info
+
+    def keep_snapshots(self, keeper: Keeper) -> None:
+        """From now on `keeper` is handed what is built and worth saving; no call of it may block."""
+        self._delivery.keeper = keeper
+        self._core.snapshots.keep()
+
+    @property
+    def snapshots(self) -> SavedStates:
+        """What builds may be restored from."""
+        return self._core.snapshots
 
     @property
     def catalog(self) -> Catalog:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from tinyloop_service.engine.api import Limits, SequenceId
 from tinyloop_service.errors import EtagMismatch, PrefixExpired, PrefixNotFound, TinyLoopError
 from tinyloop_service.scheduler.prefix import Prefix, Recipe, snapshot, use
+from tinyloop_service.scheduler.saved import SavedStates
 from tinyloop_service.scheduler.sequences import Sequence, Sequences
 from tinyloop_service.types import PrefixInfo, PrefixState
 
@@ -43,6 +44,7 @@ class PrefixStore:
         self.building: dict[SequenceId, Prefix] = {}
         self.in_memory: dict[str, Prefix] = {}  # by uid: those that have pages
         self.pinned: dict[str, Prefix] = {}  # by uid
+        self.snapshots = SavedStates(self._limits)
         self.num_pinnings = 0  # how often a pin was set
         self._evictions: Counter[str] = Counter()  # by tenant
         self.changed: dict[str, None] = {}  # uids to report, in order
@@ -194,6 +196,7 @@ class PrefixStore:
         if not prefix.is_held and prefix.uid in self._by_uid:
             self.drop_pages(prefix)
             del self._by_uid[prefix.uid]
+            self._forget_snapshot(prefix.recipe.content_sha256)
             self.changed[prefix.uid] = None
             if prefix.recipe.parent is not None:
                 del prefix.recipe.parent.children[prefix.uid]
@@ -300,6 +303,10 @@ class PrefixStore:
         assert self.in_memory == {p.uid: p for p in self if p.sequence is not None}
         building = {p.uid for p in self if p.state is PrefixState.BUILDING and p.sequence is not None}
         assert building == {p.uid for p in self.building.values()}
+
+    def _forget_snapshot(self, digest: str) -> None:
+        if self.snapshots.has(digest) and all(other.recipe.content_sha256 != digest for other in self):
+            self.snapshots.gone(digest)
 
     def _pin(self, prefix: Prefix, pinned: bool) -> None:
         prefix.pinned = pinned

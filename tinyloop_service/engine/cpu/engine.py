@@ -11,17 +11,28 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.engine.api import PAGE_TOKENS, Finished, Limits, Plan, Prefill, RowOutput, SequenceId, StepResult
+from tinyloop_service.engine.api import (
+    PAGE_TOKENS,
+    Finished,
+    Limits,
+    Plan,
+    Prefill,
+    RowOutput,
+    Saved,
+    SequenceId,
+    StepResult,
+)
 from tinyloop_service.engine.cache_modes import check_mode, page_bytes
 from tinyloop_service.engine.cgroup import usable_cores
 from tinyloop_service.engine.cpu.decoding import DecodeGroup, GroupKey
 from tinyloop_service.engine.cpu.memory import PagePool
 from tinyloop_service.engine.cpu.model import Model, Pass
 from tinyloop_service.engine.cpu.prefill import Chunk, PrefillRun
-from tinyloop_service.engine.cpu.runtime import Array, use_threads
+from tinyloop_service.engine.cpu.runtime import ORT_VERSION, Array, use_threads
 from tinyloop_service.engine.cpu.sampling import RowSampler, sample
 from tinyloop_service.engine.cpu.sequences import Sequence, SequenceTable
 from tinyloop_service.engine.limits import limits_of
+from tinyloop_service.engine.processor import processor_name
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.errors import EngineFault, InvalidArgument
@@ -60,7 +71,7 @@ class CpuEngine:
         in_use = use_threads(threads or useful_threads(weights.spec))
         reason = "" if threads in (None, in_use) else f"; {threads} asked for, but the process has its pool already"
         report(f"compiling and checking kernels for {in_use} threads{reason}")
-        self._limits = _limits(weights, kv_memory, cache_mode)
+        self._limits = _limits(weights, kv_memory, cache_mode, _snapshot_id(weights, accuracy_level))
         self._model = Model(
             weights, cache_mode, max_rows=MAX_ROWS + MAX_CHUNK, accuracy_level=accuracy_level, threads=in_use
         )
@@ -105,7 +116,7 @@ class CpuEngine:
         return logits
 
     def _step(self, plan: Plan) -> StepResult:
-        self._change_sequences(plan)
+        saved = self._change_sequences(plan)
         drawn = _Drawn()
         self._sample_first(plan.first, drawn)
         runs = self._prefill_runs(plan.prefill)
@@ -116,9 +127,9 @@ class CpuEngine:
             self._advance([], drawn)
         for drop in plan.drop:
             self._table.drop(drop.seq, drop.first_block)
-        return drawn.result()
+        return StepResult(drawn.rows(), saved)
 
-    def _change_sequences(self, plan: Plan) -> None:
+    def _change_sequences(self, plan: Plan) -> tuple[Saved, ...]:
         for seq in plan.close:
             self._unseat(seq, keep=False)
             self._table.close(seq)
@@ -127,14 +138,18 @@ class CpuEngine:
             self._table.deactivate(seq)
         if plan.close or plan.deactivate:
             self._decode_pass = None  # it would keep their arrays alive
+        saved = tuple(Saved(seq, self._table.save(seq)) for seq in plan.save)
         for opening in plan.open:
             self._table.open(opening)
         for extension in plan.extend:
             self._table.extend(extension.seq, extension.blocks)
         for clone in plan.clone:
             self._table.pool.copy(clone.source, clone.target, clone.num_tokens)
+        for restore in plan.restore:
+            self._table.restore(restore)
         for seq in plan.activate:
             self._table.activate(seq)
+        return saved
 
     def _prefill_runs(self, prefills: Iterable[Prefill]) -> list[PrefillRun]:
         chunks: dict[GroupKey, list[Chunk]] = {}
@@ -243,12 +258,9 @@ class _Drawn:
         if logprob is not None:
             self._logprobs.setdefault(seq, []).append(logprob)
 
-    def result(self) -> StepResult:
-        return StepResult(
-            tuple(
-                RowOutput(seq, tuple(tokens), tuple(self._logprobs.get(seq, ())))
-                for seq, tokens in self._tokens.items()
-            )
+    def rows(self) -> tuple[RowOutput, ...]:
+        return tuple(
+            RowOutput(seq, tuple(tokens), tuple(self._logprobs.get(seq, ()))) for seq, tokens in self._tokens.items()
         )
 
 
@@ -268,7 +280,14 @@ def useful_threads(spec: ModelSpec) -> int:
     return max(1, min(usable_cores(), block_weights // 4_000_000))
 
 
-def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode) -> Limits:
+def _snapshot_id(weights: ModelWeights, accuracy_level: int) -> str:
+    """What decides the bits of a prefix's state, beside the model file and the cache mode."""
+    weight = type(weights.loop[0].q).__name__
+    libraries = f"onnxruntime {ORT_VERSION}, numpy {np.__version__}"
+    return f"cpu 1, {libraries}, {processor_name()}, accuracy_level {accuracy_level}, {weight}"
+
+
+def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode, snapshot_id: str) -> Limits:
     spec = weights.spec
     stored, active = page_bytes(cache_mode, spec), PAGE_TOKENS * 2 * spec.kv_dim * 4
     limits = limits_of(
@@ -281,6 +300,7 @@ def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode) -> Lim
         max_steps=MAX_STEPS,
         split_tokens=PAGE_TOKENS,
         active_page_bytes=active,
+        snapshot_id=snapshot_id,
     )
     loops = spec.default_loops
     least = limits.cache_layers(loops) + limits.active_pages(0, PAGE_TOKENS, loops)

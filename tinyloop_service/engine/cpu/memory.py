@@ -72,6 +72,19 @@ class PagePool:
         for name, rows in stored.items():
             self._fields[name][pages, ..., slots, :] = rows
 
+    def save(self, blocks: Sequence[Block]) -> NDArray[np.uint8]:
+        """A copy of whole pages, [blocks, layers, bytes of a page]."""
+        return self._bytes[np.array(blocks, np.int64)]
+
+    def restore(self, blocks: Sequence[Block], saved: NDArray[np.uint8]) -> None:
+        """What `save` gave, into other pages.  ValueError where it does not fit."""
+        pages = np.array(blocks, np.int64)
+        if saved.shape != (*pages.shape, self._bytes.shape[1]):
+            raise ValueError(
+                f"saved pages of shape {saved.shape} for {pages.shape} pages of {self._bytes.shape[1]} bytes"
+            )
+        self._bytes[pages], self._touched[pages] = saved, True
+
     def page(self, page: int) -> Stored:
         """Views of what a page holds; K/V modes [2, G, 64, …], h modes [64, …]."""
         return {name: field[page] for name, field in self._fields.items()}

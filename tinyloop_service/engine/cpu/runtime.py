@@ -22,6 +22,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+ORT_VERSION: str = ort.__version__
 Array = NDArray[Any]
 Shape = Sequence[int | str]
 

@@ -11,13 +11,13 @@ A sequence's own track begins with the split in which its inherited tokens end, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.engine.api import PAGE_TOKENS, Block, Open, SequenceId
+from tinyloop_service.engine.api import PAGE_TOKENS, Block, Open, Restore, SequenceId
 from tinyloop_service.engine.cpu.memory import PagePool, SplitRange, Track
 from tinyloop_service.engine.cpu.reading import PageReader
 from tinyloop_service.engine.cpu.runtime import Array
@@ -94,6 +94,22 @@ class SequenceTable:
     def extend(self, seq: SequenceId, blocks: tuple[Block, ...]) -> None:
         self.pool.zero(blocks)
         self._open[seq].blocks.extend(blocks)
+
+    def save(self, seq: SequenceId) -> dict[str, NDArray[np.uint8]]:
+        """A copy of a built prefix: its own pages, and the logits of its last token."""
+        sequence = self._open[seq]
+        assert sequence.logits is not None, f"sequence {seq} is no prefix, or not built"
+        return {"pages": self.pool.save(sequence.blocks), "logits": sequence.logits.copy().view(np.uint8)}
+
+    def restore(self, restore: Restore) -> None:
+        """What `save` gave, in place of prefills; ValueError where it does not fit."""
+        sequence, state = self._open[restore.seq], restore.state
+        assert isinstance(state, Mapping) and sequence.sampler is None and not sequence.window
+        self.pool.restore(sequence.blocks, state["pages"])
+        logits = np.array(state["logits"]).view(np.float32)  # a copy: aligned, and no map of a file
+        if logits.shape != (self._spec.vocab_size,):
+            raise ValueError(f"saved logits of {logits.shape}, expected {self._spec.vocab_size}")
+        sequence.logits, sequence.length = logits, restore.length
 
     def drop(self, seq: SequenceId, first_block: int) -> None:
         sequence = self._open[seq]

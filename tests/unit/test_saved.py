@@ -1,0 +1,154 @@
+"""Saved state: what is saved, what is restored from it, and when nobody wants it any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from scheduler_driver import Driver, delete, tokens
+
+from tinyloop_service.engine.fake import FaultAt
+from tinyloop_service.errors import EngineFault
+from tinyloop_service.scheduler.adoption import record_of
+from tinyloop_service.types import GenerationRequest
+
+
+def keeping(**options: FaultAt) -> Driver:
+    driver = Driver(**options)
+    driver.core.snapshots.keep()
+    return driver
+
+
+def restarted(driver: Driver) -> Driver:
+    """Another core that is told the same names, and offered what was kept."""
+    again = keeping()
+    for prefix in driver.core._prefixes:
+        if prefix.name is not None:
+            again.core.adoption.adopt(record_of(prefix), again.now_ns)
+    for digest, state in driver.snapshots.items():
+        again.core.snapshots.offer(digest, state)
+    return again
+
+
+def use(driver: Driver, name: str, suffix: tuple[int, ...] = (1, 2)) -> tuple[int, int]:
+    """(prompt tokens computed, prompt tokens counted as cached) of a request on it; the driver checks the answer."""
+    before = driver.engine.tokens_prefilled
+    order = driver.submit(GenerationRequest(suffix, 3, prefix=name))
+    driver.run()
+    admitted = driver.requests[order].admitted
+    assert admitted is not None
+    return driver.engine.tokens_prefilled - before, admitted.cached_tokens
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 200])
+def test_what_was_saved_needs_no_prefill(length: int) -> None:
+    driver = keeping()
+    driver.create("p", tokens(length))
+    driver.run()
+    assert len(driver.snapshots) == 1
+    again = restarted(driver)
+    assert use(again, "p", ()) == (0, length)
+    assert use(again, "p") == (2, length)
+    delete(again, "p")
+    again.check_empty()
+
+
+def test_children_are_restored_on_their_parents() -> None:
+    driver = keeping()
+    driver.create("mother", tokens(100))
+    driver.create("child", tokens(30, 1), parent="mother")
+    driver.run()
+    again = restarted(driver)
+    assert use(again, "child") == (2, 130)
+    lost = restarted(driver)
+    lost.core.snapshots.withdraw(lost.core.catalog.get("", "mother", lost.now_ns).content_sha256)
+    assert use(lost, "child") == (100 + 2, 0), "the mother is built, the child restored"
+
+
+def test_an_evicted_prefix_is_restored_and_not_saved_again() -> None:
+    driver = keeping()
+    driver.create("p", tokens(100))
+    driver.run()
+    prefix = driver.core._prefixes.peek("", "p")
+    assert prefix is not None
+    driver.core._prefixes.evict(prefix)
+    num_plans = len(driver.plans)
+    assert use(driver, "p") == (2, 100)
+    assert not any(plan.save for plan in driver.plans[num_plans:])
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda driver: driver.create(None, tokens(70)),
+        lambda driver: driver.create("p", tokens(70), expire_time_ns=driver.now_ns + 10**9),
+        lambda driver: driver.create("p", tokens(70), window=64),
+    ],
+    ids=["nameless", "expires", "slides"],
+)
+def test_what_is_not_worth_it_is_not_saved(create: Callable[[Driver], str]) -> None:
+    driver = keeping()
+    create(driver)
+    driver.run()
+    assert not driver.snapshots
+
+
+def test_nothing_is_saved_unless_somebody_keeps_it() -> None:
+    driver = Driver()
+    driver.create("p", tokens(70))
+    driver.run()
+    assert not any(plan.save for plan in driver.plans)
+
+
+def test_state_goes_with_the_last_name_of_its_content() -> None:
+    driver = keeping()
+    for name in ("a", "b"):
+        driver.create(name, tokens(70))
+    driver.run()
+    assert len(driver.snapshots) == 1
+    delete(driver, "a")
+    driver.run()
+    assert len(driver.snapshots) == 1
+    delete(driver, "b")
+    driver.run()
+    assert not driver.snapshots
+
+
+def test_a_name_that_ends_while_it_is_saved_leaves_nothing() -> None:
+    driver = keeping()
+    driver.create("p", tokens(10))
+    while not (driver.in_flight and driver.in_flight[-1].save):
+        driver.plan()
+        if driver.in_flight and not driver.in_flight[-1].save:
+            driver.settle()
+    delete(driver, "p")
+    driver.run()
+    assert not driver.snapshots
+    driver.check_empty()
+
+
+@pytest.mark.parametrize("fault_at", FaultAt)
+def test_a_fault_in_the_plan_that_saves_loses_no_prefix(fault_at: FaultAt) -> None:
+    driver = keeping(fault_at=fault_at)
+    driver.create("p", tokens(10))
+    driver.run(until=lambda: bool(driver.core.snapshots._wanted))
+    driver.fault = EngineFault("of the test")
+    driver.run()
+    assert use(driver, "p")[0] == 2
+
+
+@pytest.mark.parametrize("fault_at", FaultAt)
+def test_state_that_cannot_be_restored_is_not_tried_again(fault_at: FaultAt) -> None:
+    driver = keeping()
+    driver.create("p", tokens(100))
+    driver.run()
+    again = restarted(driver)
+    again.engine._fault_at = fault_at
+    again.snapshots = dict(driver.snapshots)
+    again.fault = EngineFault("of the test")
+    order = again.submit(GenerationRequest((1,), 3, prefix="p"))
+    again.run()
+    assert isinstance(again.requests[order].error, EngineFault)
+    assert not again.snapshots, "its keeper was told"
+    assert use(again, "p") == (100 + 2, 0)
+    assert len(again.snapshots) == 1, "what was built is saved anew"

@@ -1,0 +1,144 @@
+"""Files of saved state: written whole, refused when anything in them is not what it was, the oldest gone at last."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinyloop_service.engine.fake import FAKE_LIMITS
+from tinyloop_service.errors import InvalidArgument, ModelFileError
+from tinyloop_service.snapshots import SnapshotFiles, State
+from tinyloop_service.types import CacheMode
+
+DIGEST, OTHER = "ab" * 32, "cd" * 32
+STATE: State = {"pages": np.arange(96, dtype=np.uint8).reshape(2, 3, 16), "logits": np.arange(8, dtype=np.uint8)}
+
+
+def files(folder: Path, max_bytes: int = 10**6, **limits: Any) -> SnapshotFiles:
+    return SnapshotFiles(folder, replace(FAKE_LIMITS, **limits), max_bytes)
+
+
+def path_of(folder: Path, digest: str = DIGEST) -> Path:
+    return folder / f"{digest}.safetensors"
+
+
+def equal(found: State | None, state: State = STATE) -> bool:
+    return found is not None and found.keys() == state.keys() and all(np.array_equal(found[k], state[k]) for k in state)
+
+
+@pytest.fixture
+def logs() -> Any:
+    with structlog.testing.capture_logs() as found:
+        yield found
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    kept, pushed_out = files(tmp_path).write(DIGEST, STATE)
+    assert equal(kept) and pushed_out == []
+    return path_of(tmp_path)
+
+
+def test_what_was_written_is_read(tmp_path: Path, written: Path) -> None:
+    assert equal(files(tmp_path).load()[DIGEST])
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"model_id": "another"}, "model_id"),
+        ({"cache_mode": CacheMode.INT8}, "cache_mode"),
+        ({"snapshot_id": "cpu 2"}, "snapshot_id"),
+    ],
+)
+def test_what_is_of_something_else_is_refused(
+    tmp_path: Path, written: Path, limits: dict[str, Any], said: str, logs: list[dict[str, Any]]
+) -> None:
+    assert files(tmp_path, **limits).load() == {}
+    assert said in logs[-1]["reason"] and logs[-1]["file"] == written.name
+    assert equal(files(tmp_path).load()[DIGEST]), "it is not ours to remove"
+
+
+def test_another_version_is_refused(tmp_path: Path, written: Path) -> None:
+    (length,) = struct.unpack("<Q", written.read_bytes()[:8])
+    content = written.read_bytes()
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"]["version"] = "2"
+    text = json.dumps(header).encode()
+    written.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    with pytest.raises(ModelFileError, match="version is '2', expected '1'"):
+        files(tmp_path).read(written)
+
+
+def test_a_file_under_another_name_is_refused(tmp_path: Path, written: Path) -> None:
+    written.rename(path_of(tmp_path, OTHER))
+    assert files(tmp_path).load() == {}
+
+
+@pytest.mark.parametrize("state", [{"pages": STATE["pages"]}, {**STATE, "more": STATE["logits"]}])
+def test_other_parts_are_refused(tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyloop_service.snapshots._data_digest", lambda parts: "same")
+    files(tmp_path).write(DIGEST, state)
+    with pytest.raises(ModelFileError, match="pages, logits expected"):
+        files(tmp_path).read(path_of(tmp_path))
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_no_change_of_a_file_goes_unnoticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Truncated, lengthened, bytes changed: refused, or the very same state."""
+    folder = tmp_path_factory.mktemp("snapshots")
+    files(folder).write(DIGEST, STATE)
+    content = bytearray(path_of(folder).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(content)))
+        match data.draw(st.sampled_from(["cut", "insert", "change"])):
+            case "cut":
+                del content[at : at + data.draw(st.integers(1, 64))]
+            case "insert":
+                content[at:at] = data.draw(st.binary(max_size=16))
+            case "change" if at < len(content):
+                content[at] = data.draw(st.integers(0, 255))
+    path_of(folder).write_bytes(content)
+    found = files(folder).load()
+    assert found == {} or equal(found[DIGEST])
+
+
+def test_the_oldest_make_room(tmp_path: Path) -> None:
+    digests = [f"{i:02}" * 32 for i in range(4)]
+    store = files(tmp_path)
+    for digest in digests[:3]:
+        store.write(digest, STATE)
+    size = path_of(tmp_path, digests[0]).stat().st_size
+    _, pushed_out = files(tmp_path, 3 * size).write(digests[3], STATE)
+    assert pushed_out == digests[:1]
+    assert sorted(store.load()) == digests[1:]
+
+
+def test_what_is_too_large_is_not_kept_and_pushes_nothing_out(tmp_path: Path, written: Path) -> None:
+    assert files(tmp_path, max_bytes=100).write(OTHER, STATE) == (None, [])
+    assert written.exists()
+
+
+def test_a_disk_that_refuses_is_no_error_of_anybody_s(tmp_path: Path, logs: list[dict[str, Any]]) -> None:
+    store = files(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert store.write(DIGEST, STATE) == (None, [])
+    assert logs[-1]["event"] == "snapshot not kept"
+    store.remove(DIGEST)
+
+
+def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgument, match="cannot be made") as caught:
+        files(tmp_path / "file" / "snapshots")
+    assert caught.value.field == "snapshot_dir"
