@@ -50,6 +50,6 @@ def test_shell_examples_name_commands_that_exist(block: str) -> None:
         words = line.removeprefix("$ ").split("#")[0].split()
         if words[:1] == ["tinyloop"]:
             assert words[1] in group.commands
-        else:
+        elif words[0] not in ("docker", "helm"):  # what the chart's own tests run
             assert words[0] == "make"
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -38,6 +38,7 @@ CHOSEN = {  # where the chart's default is not the server's
     "drain_grace_s": "as long as a generation may take",
     "max_connection_age_s": "clients have to see replicas that come",
     "log_format": "machines read a pod's log",
+    "snapshot_bytes": "a pod's volume has 10 GiB",
 }
 
 
