@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from tinyloop_service.types import CacheMode, Sampling
 SLOTS, SLABS, PER_SLAB, LOOPS = 40, 12, 5, 1  # two layers: slabs do not come out even
 LAYERS, BLOCKS = PLAIN.cache_layers(LOOPS), 4
 PAGE = 64
+Failure = Literal["", "planned", "begun"]  # when a plan fails, if it does
 Named = tuple[int, int, int]  # sequence, block, layer
 
 
@@ -94,7 +95,7 @@ class Plans:
     def open(self) -> None:
         """Off a prefix, whose chain is made active, or off none; a prefix that is not used is mostly deactivated."""
         parents = [None, None, None, *(held for held in self.held.values() if held.is_prefix)]
-        is_prefix, fails = self.pick.random() < 0.7, self.pick.random() < 0.2
+        is_prefix, fails = self.pick.random() < 0.7, self.failure(0.2)
         held = self.begin(self.pick.choice(parents), is_prefix, self.pick.choice((9, 64, 130)), fails=fails)
         if held is not None and is_prefix and not fails and self.pick.random() < 0.7:
             self.idle(held)
@@ -106,13 +107,16 @@ class Plans:
         for seq in self.leaves():
             if self.pick.random() < 0.6:
                 self.forget(self.held[seq])
-        self.begin(None, False, 200, fails=self.pick.random() < 0.3)
+        self.begin(None, False, 200, fails=self.failure(0.4))
+
+    def failure(self, share: float) -> Failure:
+        return self.pick.choice(("planned", "begun")) if self.pick.random() < share else ""
 
     def idle(self, held: Held) -> None:
         held.active = False
         self.plan([], deactivate=[held.id, 999])
 
-    def begin(self, parent: Held | None, is_prefix: bool, tokens: int, *, fails: bool = False) -> Held | None:
+    def begin(self, parent: Held | None, is_prefix: bool, tokens: int, *, fails: Failure = "") -> Held | None:
         """A new sequence, unless there is no room for it."""
         start = parent.length if parent else 0
         end = min(start + tokens, BLOCKS * PAGE)
@@ -168,7 +172,7 @@ class Plans:
         extension: Extend | None = None,
         clones: list[Clone] | None = None,
         activate: list[Held] | None = None,
-        fails: bool = False,
+        fails: Failure = "",
         deactivate: list[int] | None = None,
         drop: list[Held] | None = None,
     ) -> None:
@@ -193,6 +197,8 @@ class Plans:
             held.active = True
         for held in named:
             self.table[held.id].length = held.length
+        if fails != "planned":
+            self.begin_launch(changes)
         if fails:
             self.num_failed += 1
             self.closing = closing  # repeated
@@ -202,7 +208,6 @@ class Plans:
                     self.forget(held)
             return
         self.launch(changes, copied)
-        self.pages.begun()
         for held in named:
             self.fill(self.table[held.id])
         for clone in clones or []:
@@ -210,15 +215,17 @@ class Plans:
         for held in drop or []:
             self.pages.release(self.table.drop(held.id, held.first_block))
 
-    def launch(self, changes: Changes, copied: list[tuple[int, int]]) -> None:
+    def begin_launch(self, changes: Changes) -> None:
         self.staging.send()
-        stored, words, there = changes.stored, self.arena.words, self.staging.there
-        self.num_moves += sum(moves.shape[0] for moves in stored.moved) if stored else 0
-        for moves in stored.moved if stored else ():
-            moved = [
-                (self.stored[source], target) for source, target, _ in there(moves).tolist() if source in self.stored
-            ]
+        for section in changes.stored.moved if changes.stored else ():
+            moves = self.staging.there(section).tolist()
+            self.num_moves += len(moves)
+            moved = [(self.stored[source], target) for source, target, _ in moves if source in self.stored]
             self.stored.update({target: name for name, target in moved})
+        self.pages.begun()
+
+    def launch(self, changes: Changes, copied: list[tuple[int, int]]) -> None:
+        stored, words, there = changes.stored, self.arena.words, self.staging.there
         for target, source in copied:
             self.arena.table_rows[target] = self.arena.table_rows[source]
         if stored:
@@ -230,6 +237,7 @@ class Plans:
         if stored:
             assert all(tokens in range(1, PAGE) for _, _, tokens in there(stored.cloned).tolist())
             self.rebuild(stored)
+        self.pages.launched()
 
     def rebuild(self, stored: Any) -> None:
         kinds: dict[tuple[str, int], list[int]] = {}

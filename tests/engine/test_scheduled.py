@@ -33,7 +33,7 @@ SPEC = replace(
 # Memory in fp16 pages.  On the CPU an active form takes two more for each page, whatever the page itself takes.
 SCARCE = {
     ("cpu", CacheMode.FP16): 110, ("cpu", CacheMode.H_INT4): 80, ("cuda", CacheMode.FP16): 40,
-    ("cuda", CacheMode.INT8): 21,
+    ("cuda", CacheMode.INT8): 21, ("cuda", CacheMode.H_INT4): 50,
 }  # fmt: skip
 PLENTY = 6000
 SHAPES = {  # length, loops, window

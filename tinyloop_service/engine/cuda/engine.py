@@ -114,6 +114,7 @@ class CudaEngine:
             self._machine.begin(work, flight)
             self._planner.begun()
             self._machine.launch(work, flight)
+            self._planner.launched()
         except EngineFault:
             raise
         except Exception as error:

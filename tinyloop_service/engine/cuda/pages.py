@@ -11,9 +11,9 @@
 The Planner asks: it says what became of sequences, and is told which words of the device's tables change and which
 pages of the pool to zero, copy and poison.  What h modes must do besides is a `StoredWork`.
 
-A plan that fails before it was launched has moved nothing: moves, and rows of places to be cleared, stay due until
-`begun` says that a plan with them is queued.  The places and slabs of its lost sequences come back when those are
-closed.
+A plan may fail before any of it is launched, or in between: moves stay due until `begun` says that they are queued, and
+what the device must be told of places until `launched` says that a whole plan is.  The places and slabs of its lost
+sequences come back when those are closed.
 
 In: sequences, page ids.  Out: words, pool indices, tables for h.  Refuses to know about the device.
 """
@@ -70,7 +70,11 @@ class Pages(Protocol):
         ...
 
     def begun(self) -> None:
-        """The last `StoredWork` up to its moves is queued."""
+        """The last plan's moves are queued."""
+        ...
+
+    def launched(self) -> None:
+        """All of the last plan is."""
         ...
 
     def find(self, pages: Ints) -> Ints:
@@ -98,6 +102,9 @@ class PlainPages:
         return Changes(extended, None)
 
     def begun(self) -> None:
+        pass
+
+    def launched(self) -> None:
         pass
 
     def find(self, pages: Ints) -> Ints:
@@ -160,6 +167,8 @@ class SlabPages:
 
     def change(self, extended: Ints, activated: Listed[Sequence], clones: Iterable[Clone], staging: Staging) -> Changes:
         idle = list(dict.fromkeys(sequence for sequence in activated if not sequence.active))
+        if not (len(extended) or idle or self._moves or self._moved or self._clearing):
+            return Changes(extended, None)
         old = _flat(chain.from_iterable(sequence.blocks for sequence in idle))
         new, index = extended[:, 1], extended[:, 0]
         self._take(np.concatenate([new, old]))
@@ -177,6 +186,8 @@ class SlabPages:
 
     def begun(self) -> None:
         self._moves.clear()
+
+    def launched(self) -> None:
         self._moved.clear()
         self._named -= self._clearing
         self._clearing.clear()
@@ -194,6 +205,7 @@ class SlabPages:
 
     def _take(self, pages: Ints) -> None:
         """A slab for each."""
+        assert (self._slab[pages] < 0).all(), "a page is taken that was not given back"
         slabs, moves = self._slabs.take(len(pages))
         self._slab[pages] = slabs
         if moves:
@@ -236,14 +248,12 @@ class SlabPages:
         row = table.max_layers * table.max_blocks
         written = []
         for reader in table:
-            if reader is not sequence:
-                inherited = reader.owners[sequence.first_block :][: len(blocks)] == sequence.slot
-                seen = np.flatnonzero(inherited)
-            else:
-                seen = np.arange(len(blocks))
-            index = reader.slot * row + blocks[seen, None] + layers
-            written.append(np.stack([index, revived.slabs[seen]], axis=2).reshape(-1, 2))
-        return np.concatenate(written).astype(np.int32)
+            owners = reader.owners[sequence.first_block :][: len(blocks)]
+            seen = np.arange(len(blocks)) if reader is sequence else np.flatnonzero(owners == sequence.slot)
+            if seen.size:
+                index = reader.slot * row + blocks[seen, None] + layers
+                written.append(np.stack([index, revived.slabs[seen]], axis=2).reshape(-1, 2))
+        return np.concatenate(written).astype(np.int32) if written else np.zeros((0, 2), np.int32)
 
     def _stored_work(self, revived: list[Revived], clones: Iterable[Clone], staging: Staging) -> StoredWork | None:
         copies = [

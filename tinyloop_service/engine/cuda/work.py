@@ -129,8 +129,12 @@ class Planner:
         )
 
     def begun(self) -> None:
-        """The last Work is queued as far as its moves."""
+        """The last Work's moves are queued."""
         self._pages.begun()
+
+    def launched(self) -> None:
+        """All of the last Work is."""
+        self._pages.launched()
 
     def _give_back(self, plan: Plan) -> None:
         """What sequences that end, and active forms, had; those of failed plans may not be there."""
