@@ -46,7 +46,7 @@ def driver_of(case: Case) -> Iterator[Driver]:
     driver.engine.close()
 
 
-CASES = cases(["small"], only_cuda=["407m", "demo"], on_cuda=[("small", CacheMode.INT8)])
+CASES = cases(["small"], only_cuda=["407m", "demo"], on_cuda=[("small", CacheMode.INT8), ("small", CacheMode.H_INT8)])
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -58,7 +58,12 @@ ANY_CASES = cases(
     ["everything", "fp16 weights"],
     only_cuda=["407m"],
     on_cpu=[("everything", CacheMode.H_INT8)],
-    on_cuda=[("everything", CacheMode.INT8), ("407m", CacheMode.INT8)],
+    on_cuda=[
+        ("everything", CacheMode.INT8),
+        ("everything", CacheMode.H_INT4),
+        ("407m", CacheMode.INT8),
+        ("407m", CacheMode.H_INT8),
+    ],
 )
 
 
