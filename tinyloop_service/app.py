@@ -219,6 +219,7 @@ class App:
         await self._unless_hurried(asyncio.sleep(settings.drain_pause_s))
         if self._warming is not None and not self._warming.done():
             self._warming.cancel()
+            await asyncio.wait([self._warming], timeout=_FLUSH_S)
         if self._scheduler is not None and grace_s > 0:
             await self._unless_hurried(self._scheduler.drain(grace_s))
         if self._scheduler is not None:

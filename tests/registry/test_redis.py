@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -90,6 +91,13 @@ async def test_a_redis_that_ends_is_unavailable_and_comes_back_with_its_names(tm
         assert await registry.read(TENANT, "new") is None
         assert await registry.write(record("new"), replaces=None)
         await registry.close()
+
+
+async def test_without_the_package_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    monkeypatch.delitem(sys.modules, "tinyloop_service.registry.redis")
+    with pytest.raises(InvalidArgument, match=r"pip install 'tinyloop-service\[redis\]'"):
+        await open_registry("redis://127.0.0.1:1", Realm("m", "fp16"))
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:99999", "redis://host:notaport"])
