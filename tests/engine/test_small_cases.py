@@ -41,7 +41,7 @@ def cases(kind: str, *modes: CacheMode, **marks: Any) -> list[Any]:
 CASES = [
     *cases("cpu", CacheMode.FP16),
     *cases("emulated", CacheMode.FP16),  # in other modes: test_cuda_modes.py
-    *cases("cuda", CacheMode.FP16, CacheMode.INT8, marks=pytest.mark.gpu),
+    *cases("cuda", *CacheMode, marks=pytest.mark.gpu),
 ]
 
 
@@ -62,6 +62,9 @@ def test_company_and_a_build_change_nothing(driver: Driver) -> None:
 
     asked = [ask(full, 0, GREEDY), ask(full, 3, HOT), ask(windowed, 1, GREEDY, 33), ask(None, 5, HOT)]
     alone = [driver.alone(steps=3, **each) for each in asked]  # type: ignore[arg-type]
+    if driver.engine.limits.has_active_form:
+        driver.step(deactivate=(full.id, windowed.id))
+        driver.step(activate=(windowed.id, full.id))
     rows = [driver.request(**each) for each in asked]  # type: ignore[arg-type]
     build = driver.open(full, prompt=TOKENS[100:110])
     for size, steps in ((7, 2), (3, 1)):
