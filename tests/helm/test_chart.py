@@ -56,6 +56,7 @@ IMPOSSIBLE = {  # what is set → what helm says, with the way out
     "registry.kind=redis": "set registry.redis.url",
     "registry.redis.url=redis://a,registry.redis.existingSecret=b": "leave one of them empty",
     "registry.kind=sqlite": "set persistence.enabled=true",
+    "snapshots.enabled=true": "would end with the pod",
     "tls.enabled=true": "set tls.existingSecret",
     "tls.requireClientCertificate=true": "over TLS only",
     "autoscaling.enabled=true,autoscaling.maxReplicas=1,metrics.enabled=false": "set metrics.enabled=true",

@@ -32,6 +32,7 @@ DERIVED = {  # field → the values that it follows from
     "replica": "the pod's name",
     "registry": "registry",
     "prefixes": "prefixes",
+    "snapshot_dir": "snapshots",
 }
 CHOSEN = {  # where the chart's default is not the server's
     "drain_pause_s": "proxies that watch the health service need some seconds",
@@ -93,6 +94,7 @@ def test_values_reach_their_settings() -> None:
     assert read("durable")["kv_memory"] == 2 * 2**30
     assert str(read("durable")["cache_mode"]) == "h-int8"
     assert read("durable")["registry"] == "sqlite:////var/lib/tinyloop/names.db"
+    assert read("durable")["snapshot_dir"] == "/var/lib/tinyloop/snapshots"
     assert read("autoscaled-hpa")["registry"] == "redis://redis.data:6380/0"
     assert read("production")["trace_share"] == 0.05
     assert read("production")["prefixes"] == "/etc/tinyloop/prefixes/prefixes.json"

@@ -25,6 +25,9 @@
 {{- if and (eq $kind "sqlite") (not .Values.persistence.enabled) -}}
 {{- fail "registry.kind=sqlite given without persistence: its file would end with the pod; set persistence.enabled=true" -}}
 {{- end -}}
+{{- if and .Values.snapshots.enabled (not .Values.persistence.enabled) -}}
+{{- fail "snapshots.enabled given without persistence: they would end with the pod; set persistence.enabled=true" -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "tinyloop.checkCallers" -}}

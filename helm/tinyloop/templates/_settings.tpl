@@ -41,6 +41,9 @@ registry: {{ $values.registry.redis.url | quote }}
 {{- if $values.prefixes }}
 prefixes: /etc/tinyloop/prefixes/prefixes.json
 {{- end }}
+{{- if $values.snapshots.enabled }}
+snapshot_dir: /var/lib/tinyloop/snapshots
+{{- end }}
 {{- end -}}
 
 {{- define "tinyloop.modelPath" -}}

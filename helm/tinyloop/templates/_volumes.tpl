@@ -2,7 +2,7 @@
 
     /tmp                     emptyDir
     /var/cache/tinyloop      compiled kernels: emptyDir, or a claim (kernelCache.persistent)
-    /var/lib/tinyloop        names: a claim (persistence.enabled)
+    /var/lib/tinyloop        names and snapshots: a claim (persistence.enabled)
     /models                  the model: a claim, an image, or an emptyDir that the init container fills
     /etc/tinyloop/tokens     the tokens file; no subPath, which would not follow a change
     /etc/tinyloop/tls        certificate and key; likewise
