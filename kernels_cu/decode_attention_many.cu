@@ -71,7 +71,7 @@ DEVICE void copy_page(SharedPage& page, const PageHead& from, Sight any, int fir
               sees_some(any, token, 8), policy);
   }
   page.copy_scales(from.key_scales, from.value_scales, [&](uint4* shared, const uint4* scales, int token) {
-    if (token >= first && token < end) copy_if(shared, scales, sees_some(any, token, 8), policy);
+    if (token >= first && token < end) cp_async16(shared, scales, sees_some(any, token, 8));  // ptx.cuh says why
   });
   cp_async_commit();
 }

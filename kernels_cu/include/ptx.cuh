@@ -244,7 +244,8 @@ DEVICE u64 cache_policy(bool keep) {
   return keep ? stay : leave;
 }
 
-// cp_async16 of constant data under a cache policy.
+// cp_async16 of constant data under a cache policy.  Not where threads are mere offsets from one shared address, as of
+// a short array: ptxas 13.0 then splits the address, and encodes an instruction that no device knows.
 DEVICE void cp_async16(void* shared, const void* global, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(global), "l"(policy)
