@@ -238,12 +238,12 @@ class SlabPages:
     def _revive(self, sequence: Sequence) -> Revived:
         sequence.active = True
         pages = _flat(sequence.blocks).reshape(len(sequence.blocks), self._spec.cache_layers(sequence.loops))
-        return Revived(sequence, self._place[pages], self._slab[pages])
+        return Revived.of(sequence, self._place[pages], self._slab[pages])
 
     def _words_of(self, revived: Revived) -> Ints:
         """(index, slab) in its own row of the tables and in those of all that read it."""
         sequence, table = revived.sequence, self._table
-        blocks = sequence.first_block + np.arange(len(sequence.blocks), dtype=np.int32)
+        blocks = revived.blocks
         layers = np.arange(revived.slabs.shape[1], dtype=np.int32) * np.int32(table.max_blocks)
         row = table.max_layers * table.max_blocks
         written = []

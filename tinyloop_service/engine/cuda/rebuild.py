@@ -22,6 +22,7 @@ from tinyloop_service.engine.cuda.staging import Section, Staging
 from tinyloop_service.engine.spec import BlockKind, ModelSpec
 
 _PADDING = -1
+_TOKENS: Ints = np.arange(PAGE_TOKENS, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +43,14 @@ class Revived:
     sequence: Sequence
     places: Ints
     slabs: Ints
+    blocks: Ints  # absolute indices
+    counts: Ints  # tokens in each block
 
-    @property
-    def blocks(self) -> Ints:
-        """Absolute indices."""
-        return self.sequence.first_block + np.arange(len(self.places), dtype=np.int32)
-
-    @property
-    def counts(self) -> Ints:
-        """Tokens in each block."""
-        return np.clip(self.sequence.length - self.blocks * PAGE_TOKENS, 0, PAGE_TOKENS)
+    @classmethod
+    def of(cls, sequence: Sequence, places: Ints, slabs: Ints) -> Revived:
+        blocks = sequence.first_block + np.arange(len(places), dtype=np.int32)
+        counts = (sequence.length - blocks * PAGE_TOKENS).clip(0, PAGE_TOKENS).astype(np.int32)
+        return cls(sequence, places, slabs, blocks, counts)
 
 
 class RebuildPlan:
@@ -59,6 +58,7 @@ class RebuildPlan:
 
     def __init__(self, spec: ModelSpec, max_pages: int, max_blocks: int) -> None:
         self._spec, self._max_pages, self._max_blocks = spec, max_pages, max_blocks
+        self._layers_by_loops: dict[int, dict[tuple[BlockKind, int], list[int]]] = {}
 
     def unfilled(self, revived: Revived) -> Ints:
         """Slabs whose last tokens are nobody's, which are to be zeros."""
@@ -67,27 +67,40 @@ class RebuildPlan:
 
     def batches(self, revived: Listed[Revived], staging: Staging) -> Iterator[Rebuild]:
         """In any order: no page is made of another."""
-        pages: dict[tuple[BlockKind, int], list[Ints]] = {}  # (place, slab, block, tokens) [n, 4]
+        parts: dict[tuple[BlockKind, int], list[Ints]] = {}  # (place, slab, block, tokens) [n, 4]
         for each in revived:
-            for layer, kind, index in self._spec.schedule(each.sequence.loops):
-                columns = each.places[:, layer], each.slabs[:, layer], each.blocks, each.counts
-                pages.setdefault((kind, index), []).append(np.stack(columns, axis=1))
-        for block, parts in pages.items():
-            joined = np.concatenate(parts)
-            joined = joined[joined[:, 3] > 0]
-            for first in range(0, len(joined), self._max_pages):
-                yield self._batch(block, joined[first : first + self._max_pages], staging)
+            pages = np.empty((*each.places.shape, 4), np.int32)
+            pages[:, :, 0], pages[:, :, 1] = each.places, each.slabs
+            pages[:, :, 2], pages[:, :, 3] = each.blocks[:, None], each.counts[:, None]
+            pages = pages[each.counts > 0]
+            for block, layers in self._layers(each.sequence.loops).items():
+                parts.setdefault(block, []).append(pages[:, layers].reshape(-1, 4))
+        for block, of_block in parts.items():
+            yield from self._batches(block, of_block[0] if len(of_block) == 1 else np.concatenate(of_block), staging)
 
-    def _batch(self, block: tuple[BlockKind, int], pages: Ints, staging: Staging) -> Rebuild:
-        places, slabs, blocks, counts = pages.T
-        nth, token = np.arange(len(pages), dtype=np.int32), np.arange(PAGE_TOKENS, dtype=np.int32)
+    def _layers(self, loops: int) -> dict[tuple[BlockKind, int], list[int]]:
+        """The cache layers of each distinct block."""
+        if loops not in self._layers_by_loops:
+            layers: dict[tuple[BlockKind, int], list[int]] = {}
+            for layer, kind, index in self._spec.schedule(loops):
+                layers.setdefault((kind, index), []).append(layer)
+            self._layers_by_loops[loops] = layers
+        return self._layers_by_loops[loops]
+
+    def _batches(self, block: tuple[BlockKind, int], pages: Ints, staging: Staging) -> Iterator[Rebuild]:
+        places, slabs, blocks, counts = np.ascontiguousarray(pages.T)
+        every = np.arange(len(pages), dtype=np.int32)
         tables = np.zeros((len(pages), 1, self._max_blocks), np.int32)
-        tables[nth, 0, blocks] = slabs
-        slots = np.where(token < counts[:, None], nth[:, None], _PADDING)
-        return Rebuild(
-            block,
-            staging.put(np.ascontiguousarray(places)),
-            staging.put(slots.astype(np.int32).reshape(-1)),
-            staging.put((blocks[:, None] * PAGE_TOKENS + token).astype(np.int32).reshape(-1)),
-            staging.put(tables),
-        )
+        tables[every, 0, blocks] = slabs
+        nth = (every % self._max_pages)[:, None]
+        slots = np.where(counts[:, None] > _TOKENS, nth, np.int32(_PADDING))
+        positions = blocks[:, None] * np.int32(PAGE_TOKENS) + _TOKENS
+        for first in range(0, len(pages), self._max_pages):
+            batch = slice(first, first + self._max_pages)
+            yield Rebuild(
+                block,
+                staging.put(places[batch]),
+                staging.put(slots[batch].reshape(-1)),
+                staging.put(positions[batch].reshape(-1)),
+                staging.put(tables[batch]),
+            )
