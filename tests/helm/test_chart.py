@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,23 @@ def test_the_schema_knows_what_values_there_are(path: str, schema: dict[str, Any
     assert schema["additionalProperties"] is False
     further = {"global", "claims"}  # helm's own, and a field of resources that few need
     assert schema["properties"].keys() - further == values.keys()
+
+
+def values_in_the_docs() -> list[str]:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploying.md").read_text(encoding="utf-8"), re.DOTALL)
+    return [block for block in blocks if yaml.safe_load(block).keys() <= DEFAULTS.keys()]
+
+
+@pytest.mark.parametrize("block", values_in_the_docs(), ids=lambda block: block.split("\n")[0])
+def test_values_in_the_docs_are_values(block: str, tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text(block, encoding="utf-8")
+    done = template("--values", file)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_docs_have_values() -> None:
+    assert len(values_in_the_docs()) == 2
 
 
 def test_the_notes_say_how_to_call() -> None:
