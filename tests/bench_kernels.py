@@ -299,15 +299,16 @@ def weights_of(name: str, body: str, longest: int) -> ModelWeights:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {}
+    opened: Callable[[], Any]  # a device for each engine, which closes it
     if args.emulated:
         from emulation.device import EmulatedDevice
 
-        weights, device = random_model(SMALL), EmulatedDevice()
+        weights, opened = random_model(SMALL), EmulatedDevice
         scale = Scale(rows=(1, 3), prefixes=(70,), prompts=(20,), rounds=1, replays=1, launches=1)
         options = {"row_counts": (1, 8), "max_chunk": 128}  # few kernels, for each is compiled
     else:
         weights = weights_of(args.model, args.body, max(*args.prefix, *args.prompt) + NEW_TOKENS)
-        device = open_device(weights.spec)
+        opened = partial(open_device, weights.spec)
         scale = Scale(tuple(args.rows), tuple(args.prefix), tuple(args.prompt), args.rounds, REPLAYS, LAUNCHES)
     measured = {
         "machine": describe_machine(),
@@ -317,11 +318,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.attention:
         modes = (CacheMode.FP16, CacheMode.INT8)
-        by_mode = {m.value: Bench(weights, device, scale, cache_mode=m, **options).attention() for m in modes}
+        by_mode = {m.value: Bench(weights, opened(), scale, cache_mode=m, **options).attention() for m in modes}
         print_beside(by_mode)
         return measured | {"attention": by_mode}
     measured["cache_mode"] = args.cache_mode
-    measured |= Bench(weights, device, scale, cache_mode=CacheMode(args.cache_mode), **options).run()
+    measured |= Bench(weights, opened(), scale, cache_mode=CacheMode(args.cache_mode), **options).run()
     print_whole(measured)
     return measured
 
