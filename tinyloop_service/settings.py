@@ -284,9 +284,14 @@ def _parse(raw: str, kind: Any, variable: str) -> object:
 
 
 def parse_integer(raw: str) -> int:
-    """An integer, or a number of bytes with a unit: 2GiB, 512 MB."""
+    """An integer, or a number of bytes with a unit: 2GiB, 512 MB.  Raises ValueError, KeyError for an unknown unit."""
     digits = raw.rstrip("KMGTIBkmgtib ")
-    return round(float(digits) * _UNITS[raw[len(digits) :].strip().upper()]) if digits != raw else int(raw)
+    if digits == raw:
+        return int(raw)
+    try:
+        return round(float(digits) * _UNITS[raw[len(digits) :].strip().upper()])
+    except OverflowError:
+        raise ValueError(f"{raw} is beyond all numbers") from None
 
 
 def _is_loopback(host: str) -> bool:

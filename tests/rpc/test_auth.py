@@ -199,9 +199,12 @@ async def test_a_file_that_cannot_be_understood_changes_nothing_and_is_logged_on
         path.unlink()
         await until(lambda: len(complaints()) == 2)
         assert await answers(served, A) and "No such file" in complaints()[1]
+        path.write_text("token = " + "[" * 10_000)
+        await until(lambda: len(complaints()) == 3)
+        assert await answers(served, A) and "is no TOML" in complaints()[2]
         write_tokens(path, {B: ("a", "generate")})
         await eventually(served, B, True)
-        assert len(complaints()) == 2 and not await answers(served, A)
+        assert len(complaints()) == 3 and not await answers(served, A)
 
 
 async def test_a_file_that_is_wrong_from_the_start_ends_the_start(tmp_path: Path) -> None:

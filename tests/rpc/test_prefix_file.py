@@ -137,6 +137,8 @@ async def test_a_tenant_s_names_are_its_own(tenant_s_file: Path) -> None:
     ("content", "said"),
     [
         ("[[prefix", "is no TOML"),
+        pytest.param("prefix = " + "[" * 10_000, "is no TOML", id="deep"),
+        pytest.param("prefix = " + "9" * 10_000, "is no TOML", id="long number"),
         ("", r"\[\[prefix\]\] tables expected"),
         ("prefix = 3", r"\[\[prefix\]\] tables expected"),
         ("prefix = [3]", "entry 1 is no table"),

@@ -59,6 +59,7 @@ def test_variables_are_read_by_the_type_of_their_field() -> None:
         ("TINYLOOP_THREADS", "two"),
         ("TINYLOOP_KV_MEMORY", "2 potatoes"),
         ("TINYLOOP_KV_MEMORY", "GiB"),
+        ("TINYLOOP_KV_MEMORY", "infGiB"),
         ("TINYLOOP_REFLECTION", "maybe"),
         ("TINYLOOP_CACHE_MODE", "fp8"),
         ("TINYLOOP_LOG_LEVEL", "loud"),

@@ -54,6 +54,8 @@ def test_quotas_are_by_tenant_with_sizes_in_units() -> None:
     ("text", "named"),
     [
         ("[[token]", "is no TOML"),
+        pytest.param("token = " + "[" * 10_000, "is no TOML", id="deep"),
+        pytest.param("token = " + "9" * 10_000, "is no TOML", id="long number"),
         ("", r"has no \[\[token\]\]"),
         ("token = []", r"has no \[\[token\]\]"),
         ("token = [3]", "token 1 is no table"),
@@ -73,6 +75,7 @@ def test_quotas_are_by_tenant_with_sizes_in_units() -> None:
         (token(ONE) + "[quotas.a]\nbytes = 3", "'bytes': expected one of concurrent_requests"),
         (token(ONE) + "[quotas.a]\nprefix_bytes = -1", r"prefix_bytes: expected an integer of at least 0, or a size"),
         (token(ONE) + '[quotas.a]\nprefix_bytes = "2 potatoes"', "prefix_bytes"),
+        (token(ONE) + '[quotas.a]\nprefix_bytes = "infGiB"', "prefix_bytes"),
         (token(ONE) + "[quotas.a]\nprefix_bytes = 1.5", "prefix_bytes"),
         (token(ONE) + "[quotas.a]\nconcurrent_requests = true", "concurrent_requests: expected an integer of at le"),
         (token(ONE) + "[quotas.a]\nconcurrent_requests = 0", "concurrent_requests: expected an integer of at least 1"),

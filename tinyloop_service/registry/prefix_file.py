@@ -98,7 +98,7 @@ def _parse(path: Path) -> Any:
     content = path.read_bytes()
     try:
         return json.loads(content) if path.suffix == ".json" else tomllib.loads(content.decode())
-    except (UnicodeDecodeError, json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not all that the two raise is an error of theirs
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise _wrong(path, f"is no {kind}: {error}") from None
 

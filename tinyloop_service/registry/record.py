@@ -30,7 +30,7 @@ def decode(text: str | bytes) -> PrefixRecord:
         fields["tokens"] = tuple(fields["tokens"])
         fields["ancestors"] = tuple(Ancestor(**ancestor) for ancestor in fields["ancestors"])
         return PrefixRecord(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _log.error("a record cannot be read", error=type(error).__name__, size=len(text))  # it may have a prompt
         raise PrefixDamaged("what the registry holds of this prefix cannot be read; use another id") from error
 
