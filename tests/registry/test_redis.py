@@ -48,6 +48,7 @@ async def test_who_is_far_behind_is_told_to_look_at_everything(
 ) -> None:
     monkeypatch.setattr(redis, "MAX_LOG", 3)
     a, b = replicas
+    await a.write(record("first"), replaces=None)
     start = (await b.changes(None)).position
     for i in range(3):
         await a.write(record(f"n{i}"), replaces=None)
@@ -56,6 +57,18 @@ async def test_who_is_far_behind_is_told_to_look_at_everything(
     await a.write(record("n3"), replaces=None)
     assert (await b.changes(start)).etags is None
     assert await b.changes(start + 1000) == redis.Changes(start + 4, None), "Redis has gone back in time"
+
+
+async def test_a_redis_that_was_emptied_is_not_taken_for_what_it_was(
+    redis_server: RedisServer, replicas: tuple[Registry, Registry]
+) -> None:
+    """Although as many changes were made since as there had been."""
+    a, b = replicas
+    await a.write(record(), replaces=None)
+    start = (await b.changes(None)).position
+    await a._redis.delete(*a._keys)
+    await a.write(record("another"), replaces=None)
+    assert (await b.changes(start)).etags is None
 
 
 async def test_waiting_ends_with_the_news(replicas: tuple[Registry, Registry]) -> None:

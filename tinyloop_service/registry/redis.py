@@ -52,7 +52,13 @@ _log = structlog.get_logger("tinyloop.registry")
 _COMPARE = """
 if (redis.call('HGET', KEYS[2], ARGV[1]) or '') ~= ARGV[2] then return 0 end
 """
+# The first number is the time in µs and counts as cut off: who has one of a Redis that was emptied looks at all names.
 _TELL = """
+if redis.call('HEXISTS', KEYS[6], 'last') == 0 then
+  local time = redis.call('TIME')
+  local start = time[1] .. string.format('%06d', time[2])
+  redis.call('HSET', KEYS[6], 'last', start, 'cut', start)
+end
 local number = redis.call('HINCRBY', KEYS[6], 'last', 1)
 redis.call('ZADD', KEYS[5], number, ARGV[1])
 local surplus = redis.call('ZCARD', KEYS[5]) - tonumber(ARGV[4])
@@ -89,7 +95,7 @@ local last = tonumber(redis.call('HGET', KEYS[6], 'last') or 0)
 if since < 0 or since == last then return {last, 0} end
 if since > last or since < tonumber(redis.call('HGET', KEYS[6], 'cut') or 0) then return {last, 1} end
 local answer = {last, 0}
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '(' .. since, '+inf')) do
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '(' .. ARGV[1], '+inf')) do
   answer[#answer + 1] = member
   answer[#answer + 1] = redis.call('HGET', KEYS[2], member) or ''
 end
