@@ -94,6 +94,33 @@ async def test_a_record_of_a_later_version_is_damaged_to_us_and_stays_as_it_is(t
     await registry.close()
 
 
+async def test_a_record_of_anything_else_is_damaged(tmp_path: Path) -> None:
+    registry = await sqlite.SqliteRegistry.open(tmp_path / "names.db", REALM)
+    await registry.write(record(), replaces=None)
+    for text in ("[" * 100_000, "9" * 10_000, '"a text"', "no JSON"):
+        await registry._run(lambda db, text=text: db.execute("UPDATE names SET record = ?", (text,)))
+        with pytest.raises(PrefixDamaged, match="cannot be read"):
+            await registry.read(TENANT, "genesis")
+    await registry.close()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_a_file_that_is_gone_takes_no_changes(tmp_path: Path, is_replaced: bool) -> None:
+    """They would be answered, and be in no directory."""
+    path, aside = tmp_path / "names.db", tmp_path / "aside.db"
+    registry = await open_registry(url_of(path), REALM)
+    await registry.write(record(), replaces=None)
+    path.rename(aside)
+    if is_replaced:
+        path.touch()
+    with pytest.raises(RegistryUnavailable):
+        await registry.write(record("new"), replaces=None)
+    aside.rename(path)
+    assert await registry.read(TENANT, "new") is None
+    assert await registry.write(record("new"), replaces=None)
+    await registry.close()
+
+
 async def test_a_full_disk_is_unavailable_and_changes_nothing(tmp_path: Path) -> None:
     registry = await sqlite.SqliteRegistry.open(tmp_path / "names.db", REALM)
     await registry.write(record(), replaces=None)

@@ -2,7 +2,8 @@
 
 Every call runs on one thread of its own, off the event loop.  The journal is written ahead and synchronised at each
 commit (WAL, synchronous=FULL).  The file is locked while it is open: a second server is refused rather than left to
-serve names that the first has deleted; a killed server's lock ends with it.
+serve names that the first has deleted; a killed server's lock ends with it.  A file that was removed or replaced under
+the server is a registry that is away: what SQLite goes on writing then is in no directory, and lost at the end.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class SqliteRegistry:
         self._realm = str(realm)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="registry")
         self._database: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None  # device and number of the one that is open
         self._is_closed = False
 
     @classmethod
@@ -118,7 +120,12 @@ class SqliteRegistry:
         for statement in _SETUP:
             database.execute(statement)
         with _transaction(database):  # takes the lock
-            pass
+            self._file = self._file_at_path()
+
+    def _file_at_path(self) -> tuple[int, int]:
+        """Raises OSError."""
+        found = self._path.stat()
+        return found.st_dev, found.st_ino
 
     def _close(self) -> None:
         if self._database is not None:
@@ -134,12 +141,14 @@ class SqliteRegistry:
 
         def run() -> T:
             assert self._database is not None
+            if self._file_at_path() != self._file:
+                raise FileNotFoundError(f"another file is at {self._path}; start the server again to use that one")
             with _transaction(self._database):
                 return work(self._database)
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, run)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             _log.error("the registry failed", path=str(self._path), error=_reason(error))
             raise RegistryUnavailable("the server's registry of names cannot be used just now; try again") from error
 
