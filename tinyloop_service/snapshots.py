@@ -8,7 +8,8 @@
 
 At start every file is checked whole and mapped; what is damaged, foreign or of another version is refused, with a line
 in the log, and prefilled as if it were not there.  Files are written beside the event loop, by renaming; the oldest go
-when all together pass `snapshot_bytes`, and a file goes with the last name of its content.
+when all together pass `snapshot_bytes`, and a file goes with the last name of its content.  Only files named by a
+digest count and go, and at start what a killed server had begun to write; whatever else is in the directory stays.
 
 In: states as the scheduler takes them.  Out: states that it may restore from.  It refuses to know what is in them.
 """
@@ -38,6 +39,7 @@ FORMAT, VERSION = "tinyloop-snapshot", "1"
 _PARTS = ("pages", "logits")
 _SUFFIX = ".safetensors"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_BEGUN = re.compile(rf"\.[0-9a-f]{{64}}{re.escape(_SUFFIX)}\..*")  # as `container.replacing` names what it writes to
 _DTYPES: Mapping[str, np.dtype[Any]] = {"U8": np.dtype("u1")}
 _log = structlog.get_logger("tinyloop.snapshots")
 
@@ -64,8 +66,12 @@ class SnapshotFiles:
     def load(self) -> dict[str, State]:
         """All that can be trusted, by digest."""
         found: dict[str, State] = {}
-        for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
+        for path in sorted(self._folder.glob("*")):
             try:
+                if _BEGUN.fullmatch(path.name):
+                    path.unlink()
+                if path.suffix != _SUFFIX or not path.is_file():
+                    continue
                 found[path.stem] = self.read(path)
             except (ModelFileError, OSError) as error:
                 _log.warning("snapshot refused; its prefix will be prefilled", file=path.name, reason=str(error))
@@ -99,15 +105,17 @@ class SnapshotFiles:
             return None, []
 
     def remove(self, digest: str) -> None:
-        self._path(digest).unlink(missing_ok=True)
+        try:
+            self._path(digest).unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("snapshot not removed", digest=digest, reason=str(error))
 
     def _make_room(self, num_bytes: int) -> list[str] | None:
         """Remove the oldest; their digests.  None: it will never fit."""
         if num_bytes > self._max_bytes:
             return None
-        files = sorted(
-            (path.stat().st_mtime_ns, path.stat().st_size, path) for path in self._folder.glob("*" + _SUFFIX)
-        )
+        ours = [path for path in self._folder.glob("*" + _SUFFIX) if _DIGEST.fullmatch(path.stem) and path.is_file()]
+        files = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in ours)
         total, gone = sum(size for _, size, _ in files), []
         for _, size, path in files:
             if total + num_bytes <= self._max_bytes:
@@ -150,7 +158,9 @@ class Snapshots:
         """Write it; from then on it may be restored."""
         assert isinstance(state, Mapping)
         self._writing.add(digest)
-        task = asyncio.get_running_loop().create_task(self._keep(digest, state))
+        loop = asyncio.get_running_loop()
+        written = loop.run_in_executor(self._thread, self._files.write, digest, state)  # now: a `drop` comes behind it
+        task = loop.create_task(self._keep(digest, written))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -159,9 +169,8 @@ class Snapshots:
         self._writing.discard(digest)
         self._thread.submit(self._files.remove, digest)
 
-    async def _keep(self, digest: str, state: State) -> None:
-        loop = asyncio.get_running_loop()
-        kept, pushed_out = await loop.run_in_executor(self._thread, self._files.write, digest, state)
+    async def _keep(self, digest: str, written: asyncio.Future[tuple[State | None, list[str]]]) -> None:
+        kept, pushed_out = await written
         for gone in pushed_out:
             self._scheduler.snapshots.withdraw(gone)
         if kept is not None and digest in self._writing:  # else its last name has ended meanwhile

@@ -14,9 +14,11 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyloop_service.engine.fake import FAKE_LIMITS
+from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
 from tinyloop_service.errors import InvalidArgument, ModelFileError
-from tinyloop_service.snapshots import SnapshotFiles, State
+from tinyloop_service.scheduler.loop import Scheduler
+from tinyloop_service.settings import SchedulerSettings
+from tinyloop_service.snapshots import SnapshotFiles, Snapshots, State
 from tinyloop_service.types import CacheMode
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
@@ -133,6 +135,29 @@ def test_the_oldest_make_room(tmp_path: Path) -> None:
     _, pushed_out = files(tmp_path, 3 * size).write(digests[3], STATE)
     assert pushed_out == digests[:1]
     assert sorted(store.load()) == digests[1:]
+
+
+def test_what_is_not_ours_neither_counts_nor_goes(tmp_path: Path) -> None:
+    """The directory may be one of model files; and what a killed server had begun to write is ours."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(5000))
+    (tmp_path / f".{OTHER}.txt").touch()
+    path_of(tmp_path, OTHER).mkdir()
+    (tmp_path / f".{path_of(tmp_path).name}.abc123").touch()
+    store = files(tmp_path, max_bytes=1000)
+    assert store.load() == {}
+    kept, pushed_out = store.write(DIGEST, STATE)
+    assert equal(kept) and pushed_out == []
+    store.remove(OTHER)
+    left = {"model.safetensors", f".{OTHER}.txt", path_of(tmp_path, OTHER).name, path_of(tmp_path).name}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+async def test_what_is_dropped_at_once_leaves_no_file(tmp_path: Path) -> None:
+    snapshots = Snapshots(files(tmp_path), Scheduler(FakeEngine(), SchedulerSettings()))
+    snapshots.keep(DIGEST, STATE)
+    snapshots.drop(DIGEST)
+    await snapshots.close()
+    assert files(tmp_path).load() == {}
 
 
 def test_what_is_too_large_is_not_kept_and_pushes_nothing_out(tmp_path: Path, written: Path) -> None:
