@@ -53,6 +53,21 @@ def test_a_deleted_prefix_counts_until_nothing_reads_it() -> None:
     driver.create("q", (1,), tenant="a")
 
 
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_who_is_cancelled_has_paid_for_what_was_planned(num_steps: int) -> None:
+    """Else a tenant that hangs up in time, again and again, computes for nothing."""
+    driver = driver_of(Quota(tokens_per_s=100))
+    order = driver.submit(ask(prompt=2, max_tokens=40))
+    planned = 0
+    for _ in range(num_steps):
+        plan = driver.plan()
+        planned += 0 if plan is None else 1 if plan.num_prompt_tokens else plan.num_steps  # tokens to be sampled
+    driver.cancel(order)
+    paid = 2 + planned if num_steps else 0
+    assert driver.core._quotas.balance("a", driver.now_ns) == 1000 - paid
+    driver.run()
+
+
 def test_a_parent_counts_once_and_as_long_as_its_children() -> None:
     driver = driver_of(Quota(prefix_bytes=3 * BLOCK))
     driver.create("parent", tokens(64), tenant="a")

@@ -14,11 +14,12 @@ Bytes are those of `size_bytes` when a prefix is READY, for every record there i
 was once created can always be used; deleted ones count until nothing reads them.
 
 Tokens come out of a bucket that fills at `tokens_per_s` and holds `WINDOW_S` of it.  A request takes its own prompt
-tokens and n · max_tokens when it is let in, and gives back what it did not generate when it ends; a build takes its own
-tokens when it is asked for.  Tokens read from a prefix are free, and so is building again what was evicted.  Who is let
-in needs a balance above zero, whatever his size, and may leave a debt; so in any T seconds a tenant gets at most
-(T + WINDOW_S) · tokens_per_s tokens and what the last one took.  A debt of up to `WINDOW_S`, with those that wait
-ahead, makes newcomers wait; beyond it they are refused.
+tokens and n · max_tokens when it is let in, and gives back when it ends what no plan had by then: who is cancelled, or
+stops, has cost what the engine was asked to compute, heard or not.  A build takes its own tokens when it is asked for.
+Tokens read from a prefix are free, and so is building again what was evicted.  Who is let in needs a balance above
+zero, whatever his size, and may leave a debt; so in any T seconds a tenant gets at most (T + WINDOW_S) · tokens_per_s
+tokens and what the last one took.  A debt of up to `WINDOW_S`, with those that wait ahead, makes newcomers wait; beyond
+it they are refused.
 """
 
 from __future__ import annotations

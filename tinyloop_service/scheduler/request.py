@@ -79,10 +79,8 @@ class Request:
 
     @property
     def tokens_unused(self) -> int:
-        """Of those asked, the ones that were not generated; all of them, if it never started."""
-        if not self.rows:
-            return self.tokens_asked
-        return self.spec.n * self.spec.max_tokens - sum(row.num_emitted for row in self.rows)
+        """Of those asked, the ones that no plan had; all of them, if it never started."""
+        return sum(row.num_left for row in self.rows) if self.rows else self.tokens_asked
 
     def prompt(self) -> TokenIds:
         """Every prompt token, where the engine needs them."""
