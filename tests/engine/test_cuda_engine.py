@@ -198,7 +198,7 @@ class LateEngine:
 
 def test_a_prompt_of_a_shape_that_comes_again_is_captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And where graphs are many, the least used one makes room for one that is used more."""
-    monkeypatch.setattr("tinyloop_service.engine.cuda.prompt._MOST_GRAPHS", 1)
+    monkeypatch.setattr("tinyloop_service.engine.cuda.graphs._MOST_GRAPHS", 1)
     captures: list[object] = []
 
     class Counting(EmulatedDevice):
@@ -214,9 +214,9 @@ def test_a_prompt_of_a_shape_that_comes_again_is_captured_once(monkeypatch: pyte
             driver.close(driver.prefix(TOKENS[:length]))
         return len(captures) - before
 
-    used = driver.engine._machine.prompt._uses  # type: ignore[attr-defined]
-    used.clear()
-    driver.engine._machine.prompt._graphs.clear()  # type: ignore[attr-defined]
+    graphs = driver.engine._machine.prompt._graphs  # type: ignore[attr-defined]
+    graphs._uses.clear()
+    graphs._graphs.clear()
     assert [new_captures(length, 3) for length in (60, 100)] == [1, 0]  # three uses are not more than three
     assert [new_captures(length, 1) for length in (100, 100, 60)] == [1, 0, 0]
 

@@ -141,6 +141,28 @@ def test_a_long_activation_goes_in_batches(kind: Kind) -> None:
     driver.close(prefix)
 
 
+@pytest.mark.parametrize(("lengths", "captured"), [((40, 70), (0, 1, 1)), ((70, 130), (0, 0, 0))])
+def test_a_graph_makes_active_what_launches_do(
+    kind: Kind, lengths: tuple[int, int], captured: tuple[int, int, int]
+) -> None:
+    """Of two prefixes at once: launch by launch, in a graph that is captured, and in the same again; or each time
+    launch by launch, for their tables are longer than those that graphs read."""
+    driver = Driver(shared_engine(kind, "plain", MODE))
+    family = [driver.prefix(TOKENS[:length], loops=3) for length in lengths]
+    built = [driver.engine.read_kv(held.id) for held in family]
+    graphs = driver.engine._machine.hidden._graphs  # type: ignore[attr-defined]
+    before = set(graphs._graphs)
+    for num_new in captured:
+        driver.step(deactivate=tuple(held.id for held in family))
+        other = driver.prefix(TOKENS[5:69], loops=3)  # lies where those were
+        driver.step(activate=tuple(held.id for held in family))
+        assert len(set(graphs._graphs) - before) == num_new
+        for held, was in zip(family, built, strict=True):
+            assert np.array_equal(driver.engine.read_kv(held.id), was)
+        driver.close(other)
+    driver.close(*family)
+
+
 def test_requests_store_nothing_and_slide(kind: Kind) -> None:
     driver = Driver(shared_engine(kind, "plain", MODE))
     prefix = driver.prefix(TOKENS[:70], window=5)

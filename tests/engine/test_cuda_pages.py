@@ -18,6 +18,7 @@ from test_small_cases import PLAIN
 from tinyloop_service.engine.api import Block, Clone, Extend, Open
 from tinyloop_service.engine.cuda.memory import Arena, Layout
 from tinyloop_service.engine.cuda.pages import Changes, SlabPages
+from tinyloop_service.engine.cuda.rebuild import RebuildTables
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
 from tinyloop_service.engine.cuda.slabs import SlabPool
 from tinyloop_service.engine.cuda.staging import Staging
@@ -243,22 +244,24 @@ class Plans:
         kinds: dict[tuple[str, int], list[int]] = {}
         for layer, kind, inner in PLAIN.schedule(LOOPS):
             kinds.setdefault((kind, inner), []).append(layer)
-        for batch in stored.rebuilt:
-            places, slots, positions, tables = (
-                self.staging.there(getattr(batch, name)) for name in ("places", "slots", "positions", "tables")
-            )
-            assert len(places) <= 4
-            for nth, place in enumerate(places.tolist()):
-                tokens = slice(nth * PAGE, (nth + 1) * PAGE)
-                block = int(positions[tokens][0]) // PAGE
-                seq, of_block, layer = self.stored[place]
-                assert (of_block, layer in kinds[batch.block]) == (block, True)
-                assert np.array_equal(positions[tokens], block * PAGE + np.arange(PAGE))
+        if stored.rebuilt is None:
+            return
+        shape, zeroed, first = stored.rebuilt.shape, self.staging.there(stored.zeroed), 0
+        all_of = RebuildTables.cut(self.staging.there(stored.rebuilt.words), shape.num_pages, BLOCKS)
+        for block_kind, num_pages in shape.batches:
+            assert num_pages <= 4
+            for nth in range(num_pages):
+                at = first + nth
+                block = int(all_of.positions[at, 0]) // PAGE
+                seq, of_block, layer = self.stored[int(all_of.places[at])]
+                assert (of_block, layer in kinds[block_kind]) == (block, True)
+                assert np.array_equal(all_of.positions[at], block * PAGE + np.arange(PAGE))
                 count = min(PAGE, self.held[seq].length - block * PAGE)
-                assert slots[tokens].tolist() == [nth] * count + [-1] * (PAGE - count)
-                slab = int(tables[nth, 0, block])
+                assert all_of.slots[at].tolist() == [nth] * count + [-1] * (PAGE - count)
+                slab = int(all_of.tables[at, 0, block])
                 self.read[slab] = (seq, block, layer)
-                assert (count < PAGE) == (slab in self.staging.there(stored.zeroed))
+                assert (count < PAGE) == (slab in zeroed)
+            first += num_pages
 
     def fill(self, sequence: Sequence) -> None:
         """What a prompt pass writes, where the device's tables say."""

@@ -177,6 +177,8 @@ class CudaEngine:
         for rows in decoder.row_counts:
             decoder.capture(rows, loops)
         machine.prompt.capture_common(schedule, loops, captured)
+        if machine.hidden is not None:
+            machine.hidden.capture_common(loops)
         say("checking that no row depends on its company")
         check_rows(self, decoder.row_counts)
 

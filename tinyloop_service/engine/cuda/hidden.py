@@ -5,6 +5,7 @@
 
 A prompt's tokens store x at their places, if their sequence has places; rows of a step only round it.  K and V are made
 of y' by one product of its own, the same for prompts and for what is made active again: so they have the same bits.
+Making active is a CUDA graph (`graphs.py`), that of short prefixes from the start.
 
 In: as `projection.py`; and stored pages, to be copied and to be made active.  Out: q, K and V; stored pages.  Refuses
 to know who owns a page.
@@ -12,15 +13,19 @@ to know who owns a page.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
+from tinyloop_service.engine.api import PAGE_TOKENS
+from tinyloop_service.engine.cuda.graphs import Graphs
 from tinyloop_service.engine.cuda.memory import Arena, Layout
 from tinyloop_service.engine.cuda.products import ProductKind, Products
 from tinyloop_service.engine.cuda.projection import Tokens
+from tinyloop_service.engine.cuda.rebuild import RebuildShape, RebuildTables, layers_of_blocks
 from tinyloop_service.engine.cuda.schedule import Layer
 from tinyloop_service.engine.cuda.stream import DecodeStream
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
-from tinyloop_service.engine.spec import BlockKind
 from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.hidden import clone_hidden, load_hidden, round_hidden, store_hidden
 from tinyloop_service.kernels.linear import linear_qkv, takes_columns
@@ -29,6 +34,7 @@ from tinyloop_service.kernels.pack import PackedLinear
 from tinyloop_service.kernels.rope import rope_keys_values, rope_queries
 
 _Q, _KV = 0, 1  # of a block's linears before attention
+_COMMON_BLOCKS = 16  # of a prefix that is made active by a graph from the start on; 1,024 tokens
 
 
 class Hidden:
@@ -53,6 +59,10 @@ class Hidden:
         self._step_y = device.zeros((step_rows, spec.d_model), np.float16)
         self._q = device.zeros((max_rows, spec.q_dim), np.float16)
         self._kv = device.zeros((max_rows, 2 * spec.kv_dim), np.float16)
+        self._max_blocks, self._max_pages = arena.tables.shape[2], max_rows // PAGE_TOKENS
+        longest = self._max_blocks * spec.cache_layers(spec.default_loops)
+        self.tables: Array = device.zeros((RebuildTables.words(longest, self._max_blocks),), np.int32)
+        self._graphs: Graphs[RebuildShape] = Graphs(device)
 
     @property
     def products(self) -> dict[ProductKind, Array]:
@@ -86,14 +96,27 @@ class Hidden:
         self._step(layer, rows, queries, given.y, given.columns, q)
         self._step(layer, rows, keys_values, y, columns, None)
 
-    def rebuild(self, block: tuple[BlockKind, int], places: Array, tokens: Tokens, tables: Array) -> None:
-        """K and V of stored pages of one distinct block.
+    def capture_common(self, loops: int) -> None:
+        """Graphs of one short prefix made active."""
+        layers = layers_of_blocks(self._model.spec, loops)
+        for blocks in range(1, min(_COMMON_BLOCKS, self._max_blocks) + 1):
+            pages = {block: blocks * len(its) for block, its in layers.items()}
+            shape = RebuildShape.of(pages, self._max_pages)
+            self._graphs.capture(shape, partial(self.launch_rebuild, shape, self.tables))
 
-        places int32 [n], tokens of n · 64 rows, tables int32 [n, 1, max_blocks]: as `rebuild.py` makes them.
-        """
-        rows, weights = tokens.slots.shape[0], self._model.blocks[block]
-        self._load(weights, places, rows)
-        self._keys_values(weights, rows, tokens, tables, 0)
+    def rebuild(self, shape: RebuildShape) -> None:
+        """K and V of stored pages; their tables are at the beginning of `tables`."""
+        self._graphs.run(shape, partial(self.launch_rebuild, shape, self.tables))
+
+    def launch_rebuild(self, shape: RebuildShape, words: Array) -> None:
+        """The same, launch by launch, by tables that are anywhere."""
+        tables, first = RebuildTables.cut(words, shape.num_pages, self._max_blocks), 0
+        for block, count in shape.batches:
+            batch, rows, weights = slice(first, first + count), count * PAGE_TOKENS, self._model.blocks[block]
+            tokens = Tokens(tables.slots[batch].reshape(rows), tables.positions[batch].reshape(rows))
+            self._load(weights, tables.places[batch], rows)
+            self._keys_values(weights, rows, tokens, tables.tables[batch], 0)
+            first += count
 
     def clone(self, triples: Array) -> None:
         """(source, target, tokens) [n, 3] places."""
@@ -105,7 +128,7 @@ class Hidden:
     def rehearse(self, place: Array, triple: Array) -> None:
         """Launch what only stored pages need, for `Device.prepare`."""
         self.clone(triple)
-        self._load(next(iter(self._model.blocks.values())), place, 64)
+        self._load(next(iter(self._model.blocks.values())), place, PAGE_TOKENS)
 
     def _step(
         self, layer: Layer, rows: Tokens, packed: PackedLinear, y: Array | Fold, columns: bool, q: Array | None

@@ -20,7 +20,7 @@ In: sequences, page ids.  Out: words, pool indices, tables for h.  Refuses to kn
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from itertools import chain
@@ -47,7 +47,7 @@ class StoredWork:
     cleared: Section  # (target, source) [n, 2] rows of `places`
     cloned: Section  # (source, target, tokens) [n, 3] places
     zeroed: Section  # slabs [n] of what is rebuilt
-    rebuilt: tuple[Rebuild, ...]
+    rebuilt: Rebuild | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,20 +169,17 @@ class SlabPages:
         idle = list(dict.fromkeys(sequence for sequence in activated if not sequence.active))
         if not (len(extended) or idle or self._moves or self._moved or self._clearing):
             return Changes(extended, None)
-        old = _flat(chain.from_iterable(sequence.blocks for sequence in idle))
+        old = [_flat(sequence.blocks) for sequence in idle]
         new, index = extended[:, 1], extended[:, 0]
-        self._take(np.concatenate([new, old]))
+        self._take(np.concatenate([new, *old]))
         self._index[new] = index
         stored = new[self._is_prefix[index // (self._table.max_layers * self._table.max_blocks)]]
         self._store(stored)
-        revived = [self._revive(sequence) for sequence in idle]
-        renamed = np.union1d(stored, np.array(sorted(self._moved), np.int32)).astype(np.int32)
-        places = np.stack([self._places_index + self._index[renamed], self._place[renamed]], axis=1)
-        read = np.stack([index, self._slab[new]], axis=1)
-        return Changes(
-            np.concatenate([read, *(self._words_of(each) for each in revived), places]),
-            self._stored_work(revived, clones, staging),
-        )
+        revived = [self._revive(sequence, pages) for sequence, pages in zip(idle, old, strict=True)]
+        renamed = np.concatenate([stored, np.array(sorted(self._moved), np.int32)])  # what moved was there before
+        places = _pairs(self._places_index + self._index[renamed], self._place[renamed])
+        words = [_pairs(index, self._slab[new]), *chain.from_iterable(map(self._words_of, revived)), places]
+        return Changes(np.concatenate(words), self._stored_work(revived, clones, staging))
 
     def begun(self) -> None:
         self._moves.clear()
@@ -235,25 +232,23 @@ class SlabPages:
 
     # ---- making active again
 
-    def _revive(self, sequence: Sequence) -> Revived:
+    def _revive(self, sequence: Sequence, pages: Ints) -> Revived:
         sequence.active = True
-        pages = _flat(sequence.blocks).reshape(len(sequence.blocks), self._spec.cache_layers(sequence.loops))
+        pages = pages.reshape(len(sequence.blocks), self._spec.cache_layers(sequence.loops))
         return Revived.of(sequence, self._place[pages], self._slab[pages])
 
-    def _words_of(self, revived: Revived) -> Ints:
-        """(index, slab) in its own row of the tables and in those of all that read it."""
-        sequence, table = revived.sequence, self._table
-        blocks = revived.blocks
+    def _words_of(self, revived: Revived) -> Iterator[Ints]:
+        """(index, slab) [n, 2] in its own row of the tables and in those of all that read it."""
+        sequence, table, blocks = revived.sequence, self._table, revived.blocks
         layers = np.arange(revived.slabs.shape[1], dtype=np.int32) * np.int32(table.max_blocks)
-        row = table.max_layers * table.max_blocks
-        written = []
-        for reader in table:
-            owners = reader.owners[sequence.first_block :][: len(blocks)]
-            seen = np.arange(len(blocks)) if reader is sequence else np.flatnonzero(owners == sequence.slot)
-            if seen.size:
-                index = reader.slot * row + blocks[seen, None] + layers
-                written.append(np.stack([index, revived.slabs[seen]], axis=2).reshape(-1, 2))
-        return np.concatenate(written).astype(np.int32) if written else np.zeros((0, 2), np.int32)
+        index = blocks[:, None] + layers  # in a row
+        for reader in sequence.readers():
+            first = reader.slot * table.max_layers * table.max_blocks
+            if reader is sequence:
+                yield _pairs(first + index, revived.slabs)
+            else:
+                seen = (reader.owners[sequence.first_block :][: len(blocks)] == sequence.slot).nonzero()[0]
+                yield _pairs(first + index[seen], revived.slabs[seen])
 
     def _stored_work(self, revived: list[Revived], clones: Iterable[Clone], staging: Staging) -> StoredWork | None:
         copies = [
@@ -272,8 +267,15 @@ class SlabPages:
             cleared=staging.put(cleared),
             cloned=staging.put(np.array(copies, np.int32).reshape(-1, 3)),
             zeroed=staging.put(np.concatenate(unfilled) if unfilled else _NONE),
-            rebuilt=tuple(self._rebuild.batches(revived, staging)),
+            rebuilt=self._rebuild.rebuild(revived, staging),
         )
+
+
+def _pairs(index: Ints, value: Ints) -> Ints:
+    """[n, 2] of two arrays of one shape."""
+    pairs = np.empty((index.size, 2), np.int32)
+    pairs[:, 0], pairs[:, 1] = index.reshape(-1), value.reshape(-1)
+    return pairs
 
 
 def _flat(blocks: Iterable[Block]) -> Ints:

@@ -7,8 +7,7 @@ The residual stream is fp32, and products of o and down are added to it in place
 go through a norm of their own).  Rows are padded to a multiple of 64.  How many rows cuBLAS is given, so that a row's
 bits do not depend on it, is up to `products.py`.
 
-A pass is a CUDA graph, for a hundred launches from Python take as long as the device: those of common shapes from the
-start (`capture`), others when they come again.
+A pass is a CUDA graph (`graphs.py`), those of common shapes from the start.
 
 In: tokens, where they belong, and tiles.  Out: K and V in pages; the stream of chosen rows after the final norm.
 Refuses to know about plans and sequences.
@@ -16,7 +15,6 @@ Refuses to know about plans and sequences.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,18 +22,17 @@ from functools import partial
 import numpy as np
 
 from tinyloop_service.engine.cuda.batch import TILE_TOKENS
+from tinyloop_service.engine.cuda.graphs import Graphs
 from tinyloop_service.engine.cuda.memory import Arena
 from tinyloop_service.engine.cuda.products import ROW_MULTIPLE, ProductKind, Products
 from tinyloop_service.engine.cuda.projection import Projection, Tokens
 from tinyloop_service.engine.cuda.schedule import Layer, Schedule, Step
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
-from tinyloop_service.kernels.device import Array, Device, Graph
+from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.embed import embed_prompt, gather_rows
 from tinyloop_service.kernels.norm import fold_norm
 from tinyloop_service.kernels.prefill_attention import prefill_attention
 from tinyloop_service.kernels.swiglu import swiglu
-
-_MOST_GRAPHS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +75,7 @@ class PromptPass:
         spec, rows = model.spec, max_rows
         self._device, self._model, self._arena, self._projection = device, model, arena, projection
         self.max_rows, self.products = rows, products
-        self._uses: Counter[PassShape] = Counter()
-        self._graphs: dict[PassShape, Graph] = {}
+        self._graphs: Graphs[PassShape] = Graphs(device)
         self.tables: Array = device.zeros((9 * rows,), np.int32)
         self._x = device.zeros((rows, spec.d_model), np.float32)
         self._injected = device.zeros((rows, spec.d_model), np.float32) if spec.inject == "add" else None
@@ -103,28 +99,12 @@ class PromptPass:
         counts = range(ROW_MULTIPLE, self.max_rows + 1, ROW_MULTIPLE)
         for done, rows in enumerate(counts, 1):
             shape = PassShape(rows, rows // TILE_TOKENS, loops)
-            self._graphs[shape] = self._device.capture(partial(self.launch, shape, schedule))
+            self._graphs.capture(shape, partial(self.launch, shape, schedule))
             captured(done, len(counts))
 
     def run(self, shape: PassShape, schedule: Schedule) -> None:
         """The pass whose tables are at the beginning of `tables`."""
-        self._uses[shape] += 1
-        if shape not in self._graphs and self._is_worth_a_graph(shape):
-            self._graphs[shape] = self._device.capture(partial(self.launch, shape, schedule))
-        if shape in self._graphs:
-            self._graphs[shape].launch()
-        else:
-            self.launch(shape, schedule)
-
-    def _is_worth_a_graph(self, shape: PassShape) -> bool:
-        """It comes again and again; where there are many graphs already, the least used one goes for it."""
-        if len(self._graphs) < _MOST_GRAPHS:
-            return self._uses[shape] > 1
-        rarest = min(self._graphs, key=self._uses.__getitem__)
-        if self._uses[shape] <= self._uses[rarest]:
-            return False
-        del self._graphs[rarest]
-        return True
+        self._graphs.run(shape, partial(self.launch, shape, schedule))
 
     def launch(self, shape: PassShape, schedule: Schedule) -> None:
         """The same, launch by launch."""

@@ -15,7 +15,7 @@ tables.  Refuses to know what lies in pages and how it is read.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -46,6 +46,7 @@ class Sequence:
     blocks: list[Block] = field(default_factory=list)
     active: bool = True  # its pages are there in the form that is read
     has_output: bool = False  # a prefix whose last token's output is kept
+    children: dict[SequenceId, Sequence] = field(default_factory=dict, repr=False)  # that are open
     _handed: Ints | None = None  # to children
 
     def owners_for_children(self) -> Ints:
@@ -64,6 +65,13 @@ class Sequence:
     def next_block(self) -> int:
         return self.first_block + len(self.blocks)
 
+    def readers(self) -> list[Sequence]:
+        """Whoever may read its pages: itself, and all that descend from it."""
+        readers = [self]
+        for reader in readers:  # it grows meanwhile
+            readers += reader.children.values()
+        return readers
+
     def first_visible(self, position: int) -> int:
         """The first block that a token at `position` reads."""
         return max(0, position - self.window + 1) // PAGE_TOKENS if self.window else 0
@@ -81,9 +89,6 @@ class SequenceTable:
     def __getitem__(self, seq: SequenceId) -> Sequence:
         return self._open[seq]
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._open.values())
-
     def peek(self, seq: SequenceId) -> Sequence | None:
         return self._open.get(seq)
 
@@ -98,6 +103,8 @@ class SequenceTable:
             o.seq, self._free.pop(), parent, o.start, o.loops, o.cache_window, o.sampling, owners, o.start, len(owners)
         )
         self._open[o.seq] = sequence
+        if parent is not None:
+            parent.children[o.seq] = sequence
         return sequence
 
     def close(self, seq: SequenceId) -> Sequence | None:
@@ -105,6 +112,8 @@ class SequenceTable:
         sequence = self._open.pop(seq, None)
         if sequence is not None:
             self._free.append(sequence.slot)
+            if sequence.parent is not None:
+                del sequence.parent.children[seq]
         return sequence
 
     def extend(self, extensions: Iterable[Extend]) -> Ints:

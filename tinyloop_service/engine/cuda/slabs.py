@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 Slab = int
 Place = int
@@ -59,7 +60,10 @@ class SlabPool:
             f"{self.per_slab} in a slab"
         )
         moves = self._compact(count - len(self._by_stored[0]))
-        slabs = [self._by_stored[0].popitem()[0] for _ in range(count)]
+        free = self._by_stored[0]
+        slabs = list(islice(reversed(free), count))
+        for slab in slabs:
+            del free[slab]
         self._active.update(slabs)
         return slabs, moves
 
@@ -72,7 +76,7 @@ class SlabPool:
     def place(self, count: int) -> list[Place]:
         """Places for `count` stored pages."""
         assert count <= self.num_places_left, f"{count} places wanted, {self.num_places_left} left"
-        return [self._fill(self._fullest()) for _ in range(count)]
+        return self._places(count)
 
     def free(self, places: Iterable[Place]) -> list[Slab]:
         """Stored pages are gone; the slabs that are free now."""
@@ -86,18 +90,26 @@ class SlabPool:
             assert all(self.per_slab - self._holes[slab].bit_count() == stored for slab in slabs)
         assert self.num_stored == sum(stored * len(slabs) for stored, slabs in enumerate(self._by_stored))
 
+    def _places(self, count: int) -> list[Place]:
+        places: list[Place] = []
+        while len(places) < count:
+            places += self._fill(self._fullest(), count - len(places))
+        return places
+
     def _fullest(self) -> Slab:
         """Of the slabs with a hole."""
         return next(next(reversed(slabs)) for slabs in reversed(self._by_stored[:-1]) if slabs)
 
-    def _fill(self, slab: Slab) -> Place:
-        stored = self.per_slab - self._holes[slab].bit_count()
-        nth = (self._holes[slab] & -self._holes[slab]).bit_length() - 1
-        self._holes[slab] ^= 1 << nth
+    def _fill(self, slab: Slab, count: int) -> list[Place]:
+        """At most `count` of its holes."""
+        holes, first = self._holes[slab], slab * self.per_slab
+        filled = [nth for nth in range(self.per_slab) if holes >> nth & 1][:count]
+        stored = self.per_slab - holes.bit_count()
+        self._holes[slab] = holes ^ sum(1 << nth for nth in filled)
         del self._by_stored[stored][slab]
-        self._by_stored[stored + 1][slab] = None
-        self.num_stored += 1
-        return slab * self.per_slab + nth
+        self._by_stored[stored + len(filled)][slab] = None
+        self.num_stored += len(filled)
+        return [first + nth for nth in filled]
 
     def _leave(self, place: Place) -> Slab:
         slab, nth = divmod(place, self.per_slab)
@@ -118,7 +130,7 @@ class SlabPool:
         for slab in emptied:
             del self._by_stored[self.per_slab - self._holes[slab].bit_count()][slab]
         self.num_stored -= len(sources)
-        moves = [Move(source, self._fill(self._fullest())) for source in sources]
+        moves = [Move(source, target) for source, target in zip(sources, self._places(len(sources)), strict=True)]
         for slab in emptied:
             self._holes[slab] = (1 << self.per_slab) - 1
             self._by_stored[0][slab] = None
