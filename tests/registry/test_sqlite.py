@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from records import TENANT, record
 
 from tinyloop_service.errors import InvalidArgument, PrefixDamaged, RegistryUnavailable
 from tinyloop_service.registry import Realm, open_registry, sqlite
+from tinyloop_service.registry.record import encode
 
 REALM = Realm("a-model", "fp16")
 
@@ -97,10 +99,15 @@ async def test_a_record_of_a_later_version_is_damaged_to_us_and_stays_as_it_is(t
 async def test_a_record_of_anything_else_is_damaged(tmp_path: Path) -> None:
     registry = await sqlite.SqliteRegistry.open(tmp_path / "names.db", REALM)
     await registry.write(record(), replaces=None)
-    for text in ("[" * 100_000, "9" * 10_000, '"a text"', "no JSON"):
+    whole = json.loads(encode(record()))
+    wrong = {"uid": 5, "revision": "1", "tokens": ["a"], "loops": "8", "pinned": 1, "expire_time_ns": "soon"}
+    wrong |= {"tenant": None, "cache_window": 1.0, "ancestors": [{"uid": "u", "name": "n", "end": True}]}
+    changed = [json.dumps(whole | {field: value}) for field, value in wrong.items()]
+    for text in ("[" * 100_000, "9" * 10_000, '"a text"', "no JSON", *changed):
         await registry._run(lambda db, text=text: db.execute("UPDATE names SET record = ?", (text,)))
         with pytest.raises(PrefixDamaged, match="cannot be read"):
             await registry.read(TENANT, "genesis")
+        assert await registry.page(TENANT, after="", limit=10) == []
     await registry.close()
 
 
