@@ -4,13 +4,13 @@
 #     tests/gpu/sanitize.sh FOLDER                logs: FOLDER/memcheck-<test file>.log, FOLDER/racecheck-<test file>.log
 #
 # PYTHON as in session.sh.  A process a tool and test file, of the engine's cases five, SANITIZE_JOBS (half the cores) at
-# once, each at most SANITIZE_SECONDS (400).  The status is 0 if every one ended, had cases that passed, and found nothing.
+# once, each at most SANITIZE_SECONDS (700).  The status is 0 if every one ended, had cases that passed, and found nothing.
 set -u
 cd "$(dirname "$0")/../.."
 
 folder=$(realpath -m "${1:?usage: tests/gpu/sanitize.sh FOLDER}")
 mkdir -p "$folder"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHON=${PYTHON:-python3} SANITIZE_SECONDS=${SANITIZE_SECONDS:-400} folder
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHON=${PYTHON:-python3} SANITIZE_SECONDS=${SANITIZE_SECONDS:-700} folder
 
 # sanitize TOOL FILE [PART]
 sanitize() {

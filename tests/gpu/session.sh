@@ -39,7 +39,7 @@ for name in "${parts[@]}"; do
         bench-prefix)
             part "$name" 200 "$python" tests/bench_prefix_cache.py --engine cuda --out "$folder/bench_prefix_cache.json"
             ;;
-        sanitize) part "$name" 900 tests/gpu/sanitize.sh "$folder" ;;
+        sanitize) part "$name" 1800 tests/gpu/sanitize.sh "$folder" ;;
         *) echo "no part is named $name" >&2 && failed=$((failed + 1)) ;;
     esac
 done
