@@ -213,6 +213,10 @@ class NamesSettings:
             "registry",
             f"{scheme[:20]!r} given, memory, sqlite:///PATH, redis://HOST:PORT/DB or rediss://… expected",
         )
+        if self.registry.startswith("sqlite:///"):
+            path = self.registry.removeprefix("sqlite:///")
+            expected = "an absolute one expected, after three slashes: sqlite:////DIR/FILE"
+            _require(path.startswith("/"), "registry", f"path {path!r} given, {expected}")
         _require(self.snapshot_bytes > 0, "snapshot_bytes", f"{self.snapshot_bytes} given, above 0 expected")
 
 

@@ -46,10 +46,10 @@ def test_the_in_process_example(tmp_path: Path) -> None:
 def test_shell_examples_name_commands_that_exist(block: str) -> None:
     from tinyloop_service.cli.main import group
 
-    for line in block.splitlines():
+    for line in block.replace("\\\n", "").splitlines():
         words = line.removeprefix("$ ").split("#")[0].split()
         if words[:1] == ["tinyloop"]:
             assert words[1] in group.commands
-        elif words[0] not in ("docker", "helm"):  # what the chart's own tests run
+        elif words[0] not in ("docker", "helm", "openssl", "umask"):  # which are not this project's
             assert words[0] == "make"
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from command_harness import Server, eventually, serving, start, tinyloop
+from command_harness import Server, eventually, serving, start, tinyloop, tinyloop_process
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tinyloop_service import Client
@@ -95,6 +95,11 @@ def test_the_health_port_says_ready(server: Server) -> None:
 def test_a_taken_port_is_refused(server: Server, tiny: Path) -> None:
     done = tinyloop("serve", "--model", tiny, "--listen", server.address, "--health-listen", "none", status=1)
     assert "cannot listen" in done.err
+
+
+def test_a_create_without_a_server_is_one_line() -> None:
+    done = tinyloop_process("prefix", "create", "p", "text", "--target", "127.0.0.1:1", status=1)
+    assert "cannot be reached" in done.err and "Traceback" not in done.err and "never retrieved" not in done.err
 
 
 def test_ctrl_c_ends_a_command_with_130(server: Server) -> None:

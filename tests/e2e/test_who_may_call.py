@@ -153,7 +153,19 @@ def test_a_connection_that_cannot_be_says_what_may_be_missing(guarded: Guarded) 
     assert "No such file" in guarded.server.run("model", "--tls-ca", "/no/such/file", status=1).err
     assert "No such file" in guarded.server.run("model", "--token-file", "/no/such/file", status=1).err
     (guarded.folder / "two").write_text("tl_1\ntl_2\n")
-    assert "one token" in guarded.server.run("model", "--token-file", guarded.folder / "two", status=1).err
+    assert "two holds 2 words, one token expected" in (
+        guarded.server.run("model", "--token-file", guarded.folder / "two", status=1).err
+    )
+
+
+def test_a_handshake_that_fails_says_why(guarded: Guarded, tiny: Path) -> None:
+    run, folder = guarded.server.run, guarded.folder
+    stranger = run("model", "--timeout", "9", "--tls-ca", folder / "clients.pem", status=1)
+    assert "signed by none of those trusted" in stranger.err and "is it running" not in stranger.err
+    assert "me.key holds no certificate in PEM" in run("model", "--tls-ca", folder / "me.key", status=1).err
+    with serving("--model", tiny) as plain:
+        spoken = plain.run("model", "--timeout", "9", "--tls-ca", folder / "ca.pem", status=1)
+    assert "does not speak TLS" in spoken.err
 
 
 def test_the_clients_do_the_same(guarded: Guarded) -> None:

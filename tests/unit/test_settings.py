@@ -175,6 +175,12 @@ def test_a_registry_is_one_of_three(url: str) -> None:
     assert "secret" not in repr(settings)
 
 
+def test_a_file_of_names_has_an_absolute_path() -> None:
+    with pytest.raises(InvalidArgument, match=r"'var/names\.db' given, .*sqlite:////DIR/FILE") as caught:
+        NamesSettings(registry="sqlite:///var/names.db")
+    assert caught.value.field == "registry"
+
+
 @pytest.mark.parametrize("url", ["", "disk", "sqlite:///", "sqlite://names.db", "mysql://:secret@h", "redis:h"])
 def test_another_registry_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(InvalidArgument, match="sqlite:///PATH") as caught:

@@ -83,7 +83,7 @@ def test_rates_are_differences_over_time() -> None:
 def test_without_a_second_sample_there_is_no_rate() -> None:
     shown = text(frame(None, BUSY))
     assert line(shown, "generated").endswith("– tokens/s")
-    assert "90% from prefixes since the start" in shown
+    assert "90% from prefixes since start" in shown
 
 
 def test_a_server_that_started_anew_has_no_negative_rate() -> None:
@@ -118,6 +118,10 @@ def test_nothing_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, rows)) <= width
     assert sum("long" in row for row in rows) == 4 and "and 5 more" in shown
     assert len(rows) == 18, "so that a frame fits the height it was made for"
+
+
+def test_an_operator_without_names_is_not_told_to_make_one() -> None:
+    assert "no names of yours" in text(frame(BUSY, BUSY)) and "no names; make one" in text(frame(None, IDLE))
 
 
 def test_trouble_is_said_and_the_last_frame_stays() -> None:

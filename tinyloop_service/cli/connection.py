@@ -92,8 +92,8 @@ def _token(settings: ClientSettings) -> str | None:
 
 
 def read_token(path: Path) -> str:
-    """The one token in a file, with or without a line end."""
+    """The one token in a file, with or without a line end.  Raises InvalidArgument for anything else."""
     token = path.read_text(encoding="ascii", errors="replace").strip()
     if not token or token.split() != [token]:
-        raise click.ClickException(f"{path}: expected one token and nothing else")
+        raise InvalidArgument("token_file", f"{path} holds {len(token.split())} words, one token expected")
     return token

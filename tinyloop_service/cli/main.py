@@ -28,6 +28,11 @@ _WAYS_OUT = {
     "with --target",
     Unauthenticated: "; set TINYLOOP_TOKEN, or give --token-file",
 }
+_TLS_WAYS_OUT = {  # by what gRPC says of a handshake
+    "WRONG_VERSION_NUMBER": "; it does not speak TLS: leave out --tls, --tls-ca and their variables",
+    "CERTIFICATE_VERIFY_FAILED": "; its certificate is signed by none of those trusted: give who signed it by --tls-ca",
+    "Hostname Verification Check failed": "; its certificate is for other names: use one of them in --target",
+}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -70,11 +75,18 @@ def _status(arguments: list[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (TinyLoopError, ValueError) as error:
-        output.print_error(f"{error}{_WAYS_OUT.get(type(error), '')}")
+        output.print_error(f"{error}{_way_out(error)}")
         return 1
     except OSError as error:
         output.print_error(_file_trouble(error))
         return 1
+
+
+def _way_out(error: Exception) -> str:
+    """What to do about an error of a connection; nothing for those that say it themselves."""
+    if isinstance(error, Unavailable):
+        return next((way for sign, way in _TLS_WAYS_OUT.items() if sign in str(error)), _WAYS_OUT[Unavailable])
+    return _WAYS_OUT.get(type(error), "")
 
 
 def _file_trouble(error: OSError) -> str:

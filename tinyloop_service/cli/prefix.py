@@ -15,7 +15,7 @@ from tinyloop_service.cli import output
 from tinyloop_service.cli.connection import Connection, client_options
 from tinyloop_service.cli.options import input_options, json_option, parse_duration, read_input
 from tinyloop_service.client import AsyncClient, Prefix
-from tinyloop_service.errors import PrefixNotFound
+from tinyloop_service.errors import TinyLoopError
 from tinyloop_service.types import PrefixState, TokenIds
 
 POLL_S = 0.5
@@ -107,7 +107,7 @@ async def _show_progress(client: AsyncClient, name: str, building: asyncio.Task[
         while not (await asyncio.wait({building}, timeout=POLL_S))[0]:
             try:
                 now = await client.get_prefix(name)
-            except PrefixNotFound:  # the server has not come to it yet
+            except TinyLoopError:  # not there yet, or out of reach: what counts is how the build ends
                 continue
             say(f"building {name}: {now.tokens_built} of {now.token_count} tokens")
 

@@ -22,7 +22,7 @@ REFRESH_HZ = 12
 
 def introduce(address: str, prefix: str, prefix_tokens: int, requests: int) -> None:
     """What is about to happen."""
-    first, last = prefix.strip().split("\n", 1)[0], prefix.strip()[-70:].replace("\n", " ")
+    first, last = prefix.strip().split("\n", 1)[0], prefix.strip()[-70:].replace("\n", " ").split(" ", 1)[-1]
     output.out.print()
     output.out.print(Text.assemble(("TinyLoop", "bold"), f" serves its demo model on {address}"))
     output.out.print(

@@ -145,14 +145,14 @@ def _reuse(frame: Frame, load: Load) -> Text:
     if prompts and cached is not None:
         return Text(f"{cached / prompts:.0%} from prefixes")
     if load.prompt_tokens:
-        return Text(f"{load.cached_tokens / load.prompt_tokens:.0%} from prefixes since the start", style="dim")
+        return Text(f"{load.cached_tokens / load.prompt_tokens:.0%} from prefixes since start", style="dim")
     return Text("none since the start", style="dim")
 
 
 def _prefixes(frame: Frame, now: Sample) -> Group:
     chosen = _ordered(now.prefixes, frame.order)
     if not chosen:
-        return Group(_counts(now.load), Text("no names; make one with: tinyloop prefix create NAME TEXT", style="dim"))
+        return Group(_counts(now.load), Text(_nameless(now.load), style="dim"))
     table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
     table.add_column(f"NAME, by {frame.order}", overflow="ellipsis", no_wrap=True, ratio=1, min_width=12)
     table.add_column("STATE", no_wrap=True)
@@ -167,6 +167,13 @@ def _prefixes(frame: Frame, now: Sample) -> Group:
         table.add_row(*_row(prefix, uses.get(prefix.uid), span_s))
     more = [Text(f"and {len(chosen) - len(shown)} more", style="dim")] if len(shown) < len(chosen) else []
     return Group(_counts(now.load), table, *more)
+
+
+def _nameless(load: Load) -> str:
+    """Instead of a table without rows; who sees the whole server's load sees its own names only."""
+    if load.prefixes_ready or load.prefixes_building or load.prefixes_evicted or load.prefixes_failed:
+        return "no names of yours; what is counted is other tenants', or has lost its name"
+    return "no names; make one with: tinyloop prefix create NAME TEXT"
 
 
 def _counts(load: Load) -> Text:

@@ -90,7 +90,10 @@ def service_config(*, affinity: bool) -> str:
 
 
 def credentials(tls: TlsChoice) -> grpc.ChannelCredentials | None:
-    """None: plaintext; True: the system's roots; a path: the PEM file of roots to trust; or credentials as given."""
+    """None: plaintext; True: the system's roots; a path: the PEM file of roots to trust; or credentials as given.
+
+    Raises InvalidArgument when the file of roots holds none, of which gRPC would say nothing before a call fails.
+    """
     if tls is None or tls is False:
         return None
     if isinstance(tls, grpc.ChannelCredentials):
@@ -98,6 +101,8 @@ def credentials(tls: TlsChoice) -> grpc.ChannelCredentials | None:
     if not isinstance(tls, Tls):
         tls = Tls(ca=None if tls is True else tls)
     ca, cert, key = (None if path is None else Path(path).read_bytes() for path in (tls.ca, tls.cert, tls.key))
+    if ca is not None and b"-----BEGIN CERTIFICATE-----" not in ca:
+        raise InvalidArgument("tls", f"{tls.ca} holds no certificate in PEM; give the file of who signed the server's")
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 

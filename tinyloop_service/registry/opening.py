@@ -19,7 +19,7 @@ async def open_registry(url: str, realm: Realm) -> Registry:
     if url == "memory":
         return MemoryRegistry()
     if url.startswith(_SQLITE):
-        return await SqliteRegistry.open(Path("/", url.removeprefix(_SQLITE).lstrip("/")), realm)
+        return await SqliteRegistry.open(Path(url.removeprefix(_SQLITE)), realm)
     from tinyloop_service.registry.redis import RedisRegistry  # an extra: loads only where it is asked for
 
     return await RedisRegistry.open(url, realm)

@@ -70,7 +70,7 @@ class Authenticate(grpc.aio.ServerInterceptor):
             raise Unauthenticated("a token is needed; send it as `authorization: Bearer TOKEN`, once")
         known = self._tokens.tokens.caller(token.strip())
         if known is None:
-            raise Unauthenticated("the token is none of this server's; was it replaced?")
+            raise Unauthenticated("the token is none of this server's, or not any more")
         structlog.contextvars.bind_contextvars(token=known.token_id)
         return known
 
