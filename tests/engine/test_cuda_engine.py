@@ -15,13 +15,14 @@ from engines import weights_of
 from test_small_cases import PLAIN
 
 from tinyloop_service.engine.api import Extend, Open, Plan, Prefill, StepResult
-from tinyloop_service.engine.cache_modes import H_MODES
+from tinyloop_service.engine.cache_modes import H_MODES, page_bytes
 from tinyloop_service.engine.cuda import CudaEngine
 from tinyloop_service.engine.cuda.probe import DeviceUnavailable, check_spec
 from tinyloop_service.engine.cuda.products import FIXED_ROWS, Products, least_rows
 from tinyloop_service.engine.cuda.selfcheck import check_rows
 from tinyloop_service.engine.spec import Quant
 from tinyloop_service.errors import EngineFault, InvalidArgument
+from tinyloop_service.settings import MOST_PREFIXES
 from tinyloop_service.types import CacheMode, Sampling
 
 
@@ -74,6 +75,17 @@ def test_an_h_mode_that_saves_nothing_is_refused_at_start(mode: CacheMode) -> No
 def test_all_free_memory_is_taken_where_none_is_asked_for() -> None:
     limits = engine_of(PLAIN, SmallDevice(64 << 20), kv_memory=None).limits
     assert 0.5 * (64 << 20) < limits.num_pages * limits.page_bytes < 0.9 * (64 << 20)
+
+
+def test_prefixes_that_hold_no_pages_do_not_use_up_an_engine_s_tables() -> None:
+    """Of 64 tokens in a window of one, all pages have slid out: memory for a few blocks has room for as many of them
+    as a scheduler keeps, and for its requests."""
+    engine = engine_of(
+        PLAIN, SmallDevice(16 << 20), kv_memory=8 * PLAIN.cache_layers(2) * page_bytes(CacheMode.FP16, PLAIN)
+    )
+    most = MOST_PREFIXES + engine.limits.max_rows * 3 // 2  # pairs of rows have a prompt of their own in common
+    engine.step(Plan(900, open=tuple(Open(seq, None, 0, 2, 1, None) for seq in range(most))))
+    engine.step(Plan(901, close=tuple(range(most))))
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,8 @@ class CudaEngine:
         budget.check_weights()
         say("repacking weights")
         model = load_weights(device, weights, q_apart=layout.stores_h)
-        slots = min(MOST_SLOTS, 2 * MAX_ROWS + budget.free // (layout.page_bytes * spec.cache_layers(1)))
-        arena = Arena(device, spec, layout, slots)
-        sampler = SamplerTables(device, slots, spec.vocab_size, row_counts[-1])
+        arena = Arena(device, spec, layout, MOST_SLOTS)
+        sampler = SamplerTables(device, MOST_SLOTS, spec.vocab_size, row_counts[-1])
         products, rows = Products(device), _Rows(-(-max_chunk // FIXED_ROWS) * FIXED_ROWS, row_counts[-1])
         projection = _projection(device, model, layout, arena, products, rows)
         decoder = Decoder(device, model, arena, sampler, projection, row_counts=row_counts, max_steps=MAX_STEPS)
@@ -91,7 +90,7 @@ class CudaEngine:
         self._flights = [Flight(device), Flight(device)]
         num_slabs = budget.num_slabs(layout, spec, device.memory()[0])
         arena.take_pool(device, layout, num_slabs)
-        self._table = SequenceTable(slots, spec.cache_layers(spec.max_loops), max_blocks(spec))
+        self._table = SequenceTable(MOST_SLOTS, spec.cache_layers(spec.max_loops), max_blocks(spec))
         self._pages = _pages(layout, spec, self._table, arena, num_slabs, rows.of_pass // PAGE_TOKENS)
         planner = Planner(self._table, self._pages, arena, sampler, decoder, prompt, debug=debug)
         self._planner: Planner | None = planner

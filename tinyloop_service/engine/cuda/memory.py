@@ -31,7 +31,7 @@ from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.kernels.device import Array, Device, Host
 from tinyloop_service.types import CacheMode
 
-MOST_SLOTS = 2560  # sequences open at a time
+MOST_SLOTS = 2560  # sequences open at a time, however much memory there is: those that slide may hold no page
 SHARE = 0.9  # of what is free at the start; the rest is left to the driver, graphs and others
 _MIB = 2**20
 _WAYS_OUT = "free memory of the GPU, use a smaller model, or engine cpu"
