@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import grpc
 import structlog
 
 from tinyloop_service.engine.api import Engine
@@ -40,7 +41,8 @@ from tinyloop_service.registry.names import Names
 from tinyloop_service.registry.prefix_file import FilePrefix, read_prefixes
 from tinyloop_service.registry.starting import start_names
 from tinyloop_service.rpc.backend import Backend
-from tinyloop_service.rpc.server import Health, listen, make_server
+from tinyloop_service.rpc.health import Health
+from tinyloop_service.rpc.server import listen, make_health_server, make_server
 from tinyloop_service.rpc.tls import server_credentials
 from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.scheduler.loop import Scheduler
@@ -169,6 +171,7 @@ class App:
         self._snapshots: Snapshots | None = None
         self._prefixes: tuple[FilePrefix, ...] = ()
         self._health = Health()
+        self._health_server: grpc.aio.Server | None = None
         self._tokens: TokensFile | None = None
         self._following: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
@@ -184,10 +187,12 @@ class App:
             self._tokens = TokensFile(server.tokens_file)
         if self._settings.names.prefixes:
             self._prefixes = read_prefixes(self._settings.names.prefixes)
-        self._server = make_server(server, self._backend, self._tokens)
+        self._server = make_server(server, self._backend, self._tokens, self._health)
         self.address = listen(self._server, server.listen, "listen", server_credentials(server))
         if server.health_listen:
-            self.health_address = await self._health.start(server.health_listen)
+            self._health_server = make_health_server(self._health)
+            self.health_address = listen(self._health_server, server.health_listen, "health_listen")
+            await self._health_server.start()
         self._observation.start()
         await self._server.start()
         _log.info(
@@ -214,7 +219,7 @@ class App:
         """Drain and close, in the order that the module's docstring gives.  Default grace: the settings'."""
         settings = self._settings.server
         grace_s = settings.drain_grace_s if grace_s is None else grace_s
-        await self._health.set_ready(False)
+        self._health.set_ready(False)
         self._observation.set_ready(False)
         await self._unless_hurried(asyncio.sleep(settings.drain_pause_s))
         if self._warming is not None and not self._warming.done():
@@ -224,12 +229,14 @@ class App:
             await self._unless_hurried(self._scheduler.drain(grace_s))
         if self._scheduler is not None:
             await self._unless_hurried(_close(self._scheduler))
+        self._health.end_watches()
         await self._server.stop(None if self._hurry.is_set() else _FLUSH_S)
         if self._names is not None:
             await self._names.close()
         if self._snapshots is not None:
             await self._snapshots.close()
-        await self._health.stop()
+        if self._health_server is not None:
+            await self._health_server.stop(None)
         if self._following is not None:
             self._following.cancel()
         await self._observation.stop()
@@ -287,7 +294,7 @@ class App:
         self._snapshots = await start_snapshots(scheduler, self._settings.names)
         self._names = await start_names(scheduler, self._settings.names, self._prefixes)
         self._backend.open(scheduler, self._names, loaded.config)
-        await self._health.set_ready(True)
+        self._health.set_ready(True)
         self._observation.set_ready(True)
         _log.info("ready", engine=scheduler.engine_name, model_id=limits.model_id)
 

@@ -26,7 +26,7 @@ from tinyloop_service.pb import model_pb2, model_pb2_grpc
 from tinyloop_service.pb import prefix_pb2 as p
 from tinyloop_service.rpc import tokens
 from tinyloop_service.rpc.auth import RIGHTS
-from tinyloop_service.rpc.server import READY_SERVICE
+from tinyloop_service.rpc.health import READY_SERVICE
 from tinyloop_service.rpc.status import DETAILS_KEY
 from tinyloop_service.settings import Settings
 
@@ -140,10 +140,11 @@ async def test_a_server_that_warms_up_asks_for_tokens_too_and_its_health_does_no
     app = App(Settings(server=replace(SERVER, tokens_file=str(path), health_listen="127.0.0.1:0")), load)
     await app.start()
     try:
-        async with grpc.aio.insecure_channel(app.health_address) as channel:
-            check = health_pb2_grpc.HealthStub(channel).Check
-            assert (await check(health_pb2.HealthCheckRequest(service=""))).status == 1
-            assert (await check(health_pb2.HealthCheckRequest(service=READY_SERVICE))).status == 2
+        for address in (app.health_address, app.address):
+            async with grpc.aio.insecure_channel(address) as channel:
+                check = health_pb2_grpc.HealthStub(channel).Check
+                assert (await check(health_pb2.HealthCheckRequest(service=""))).status == 1
+                assert (await check(health_pb2.HealthCheckRequest(service=READY_SERVICE))).status == 2
         async with grpc.aio.insecure_channel(app.address, (("grpc.enable_retries", 0),)) as channel:
             get = model_pb2_grpc.ModelServiceStub(channel).GetModel
             assert (await refused(get(model_pb2.GetModelRequest())))[1] == "UNAUTHENTICATED"

@@ -28,7 +28,8 @@ from tinyloop_service.errors import DeviceLost, EngineFault, InvalidArgument, Mo
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import generation_pb2_grpc, model_pb2, model_pb2_grpc
 from tinyloop_service.pb import prefix_pb2 as p
-from tinyloop_service.rpc.server import READY_SERVICE, SERVICES
+from tinyloop_service.rpc.health import READY_SERVICE
+from tinyloop_service.rpc.server import SERVICES
 from tinyloop_service.rpc.status import DETAILS_KEY
 from tinyloop_service.settings import SchedulerSettings, Settings
 
@@ -203,6 +204,25 @@ async def test_drain_refuses_what_is_new_and_finishes_what_runs() -> None:
         await stopping
         assert tuple(t for m in messages for t in m.delta.token_ids) == expected_tokens((5, 6), 50)
         assert served.engine.is_closed
+
+
+async def test_health_is_watched_where_calls_are_served_and_no_watch_holds_a_server_up() -> None:
+    gate = threading.Event()
+    async with serving(FakeEngine(gate=gate)) as served:
+        running = asyncio.create_task(collect(served.generation.Generate(request(5, 6))))
+        await until(lambda: served.num_open() == 1)
+        stub = health_pb2_grpc.HealthStub(served.channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=READY_SERVICE))
+        unknown = stub.Watch(health_pb2.HealthCheckRequest(service="nobody's"))
+        assert (await watch.read()).status == SERVING
+        assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        stopping = asyncio.create_task(served.app.stop(grace_s=30.0))
+        assert (await watch.read()).status == NOT_SERVING
+        assert not running.done()
+        gate.set()
+        await asyncio.gather(running, stopping)
+        for ended in (watch, unknown):  # by the server; after its last seconds of patience it would have cut them off
+            assert await ended.read() is grpc.aio.EOF and await ended.code() is grpc.StatusCode.OK
 
 
 async def test_an_old_connection_is_replaced_under_running_streams() -> None:

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tinyloop_service.errors import TinyLoopError
-from tinyloop_service.rpc.server import READY_SERVICE
+from tinyloop_service.rpc.health import READY_SERVICE
 
 START_S = 120.0
 STOP_S = 20.0

@@ -11,7 +11,7 @@
     admin      the load of the whole server; reflection, where it is switched on
 
 No right reaches another tenant's prefixes: whoever names one is answered as if there were none.  Without a tokens file
-everybody is the tenant "" and has every right.  Health is served elsewhere, and asks nobody.
+everybody is the tenant "" and has every right.  Health is told to anybody: who watches it has no token.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ RIGHTS: dict[str, Right | None] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Right.ADMIN,
 }
 
+_OPEN = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch")
+
 
 class Authenticate(grpc.aio.ServerInterceptor):
     """Lets a call through if its token allows it, and remembers whose it is."""
@@ -53,6 +55,8 @@ class Authenticate(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         method = handler_call_details.method
+        if method in _OPEN:
+            return await continuation(handler_call_details)
         try:
             known = self._identify(handler_call_details.invocation_metadata or ())
             set_caller(known)  # gRPC runs the handler in this same task

@@ -94,6 +94,8 @@ class RefuseMalformed(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         method = handler_call_details.method
+        if not method.startswith(f"/{PACKAGE}."):
+            return await continuation(handler_call_details)
         if method not in self._handlers:
             handler = await continuation(handler_call_details)
             if handler is None or handler.request_streaming or handler.request_deserializer is None:

@@ -1,14 +1,11 @@
 """The grpc.aio servers: options, services, addresses.
 
-Two servers on one event loop: the one that serves, and a small one for health alone, which kubelets probe without TLS
-and without a token.  Health: "" is alive as long as it answers; `tinyloop.v1.GenerationService` is SERVING when the
-server takes requests, NOT_SERVING while it warms up or drains and after a lost device, never because it is busy.
+Two servers on one event loop: the one that serves, and a small one for health alone (health.py says why).
 """
 
 from __future__ import annotations
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tinyloop_service.errors import InvalidArgument
@@ -25,12 +22,12 @@ from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.boundary import RefuseMalformed
 from tinyloop_service.rpc.creation import PrefixCreator
 from tinyloop_service.rpc.generation_service import GenerationService
+from tinyloop_service.rpc.health import READY_SERVICE, Health
 from tinyloop_service.rpc.model_service import ModelService
 from tinyloop_service.rpc.prefix_service import PrefixService
 from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.settings import ServerSettings
 
-READY_SERVICE = "tinyloop.v1.GenerationService"
 SERVICES = (
     READY_SERVICE,
     prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"].full_name,
@@ -46,7 +43,9 @@ _OPTIONS = (
 )
 
 
-def make_server(settings: ServerSettings, backend: Backend, tokens: TokensFile | None) -> grpc.aio.Server:
+def make_server(
+    settings: ServerSettings, backend: Backend, tokens: TokensFile | None, health: Health
+) -> grpc.aio.Server:
     """The serving server with every service, not yet listening.  `tokens`: who may call; None: everybody."""
     options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.max_request_bytes)]
     if settings.max_connection_age_s is not None:  # with no grace: streams live on, new calls find new replicas
@@ -59,8 +58,16 @@ def make_server(settings: ServerSettings, backend: Backend, tokens: TokensFile |
     prefix_pb2_grpc.add_PrefixServiceServicer_to_server(PrefixService(backend, creator), server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(backend, creator), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(backend), server)
+    health.add_to(server)
     if settings.reflection:
         reflection.enable_server_reflection((*SERVICES, reflection.SERVICE_NAME), server)
+    return server
+
+
+def make_health_server(health: Health) -> grpc.aio.Server:
+    """For health alone, not yet listening."""
+    server = grpc.aio.server(options=_OPTIONS)
+    health.add_to(server)
     return server
 
 
@@ -73,28 +80,3 @@ def listen(server: grpc.aio.Server, address: str, field: str, credentials: grpc.
     if port == 0:
         raise InvalidArgument(field, f"cannot listen on {address}; is another server there? Choose another port, or 0")
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
-
-
-class Health:
-    """The health service on its own port."""
-
-    def __init__(self) -> None:
-        self._servicer = health.aio.HealthServicer()
-        self._server: grpc.aio.Server | None = None
-
-    async def start(self, address: str) -> str:
-        """Alive, not ready."""
-        await self.set_ready(False)
-        self._server = grpc.aio.server(options=_OPTIONS)
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._server)
-        bound = listen(self._server, address, "health_listen")
-        await self._server.start()
-        return bound
-
-    async def set_ready(self, ready: bool) -> None:
-        states = health_pb2.HealthCheckResponse
-        await self._servicer.set(READY_SERVICE, states.SERVING if ready else states.NOT_SERVING)
-
-    async def stop(self) -> None:
-        if self._server is not None:
-            await self._server.stop(None)
