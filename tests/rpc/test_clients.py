@@ -381,6 +381,54 @@ async def test_affinity_sends_all_of_one_prefix_to_one_replica() -> None:
         assert replicas == {"a", "b"}
 
 
+async def test_affinity_goes_round_a_replica_that_drains_or_warms_up() -> None:
+    gate, names = threading.Event(), [f"p{i}" for i in range(12)]
+
+    def load() -> LoadedModel:
+        gate.wait()
+        return LoadedModel(FakeEngine(), None, CONFIG)
+
+    late = App(Settings(server=SERVER), load)
+    await late.start()
+    try:
+        async with serving(FakeEngine(step_s=0.002)) as first, serving() as second:
+            target = "ipv4:" + ",".join((first.address, second.address, late.address))
+            async with AsyncClient(target, affinity=True, timeout=30) as client:
+                for name in names:
+                    await client.create_prefix(name, PROMPT)
+                held = [{info.name for info in server.scheduler.list_prefixes()} for server in (first, second)]
+                assert all(held) and sum(map(len, held)) == 12, "both have some, who is not ready has none"
+                stream = client.stream(prefix=held[0].pop(), max_tokens=500, ignore_eos=True)
+                pieces = [await anext(stream)]
+                stopping = asyncio.create_task(first.app.stop(grace_s=30.0))
+                await until(lambda: not first.scheduler.load().accepting)
+                for name in names:
+                    await client.create_prefix(name, PROMPT)
+                assert {info.name for info in second.scheduler.list_prefixes()} == set(names)
+                pieces += [piece async for piece in stream]
+                assert sum(len(piece.token_ids) for piece in pieces) == 500, "what ran there has finished"
+                await stopping
+                gate.set()
+                await late.ready()
+                async with asyncio.timeout(20):
+                    while not late._backend.scheduler.list_prefixes():  # its names come home
+                        await asyncio.gather(*(client.create_prefix(name, PROMPT) for name in names))
+    finally:
+        gate.set()
+        await late.stop(0.0)
+
+
+def test_affinity_says_when_grpc_is_told_not_to_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(channel._RING_HASH_SWITCH, "false")
+    for kind in (Client, AsyncClient):
+        with pytest.raises(errors.InvalidArgument, match="unset it, or set it to true") as caught:
+            kind("127.0.0.1:1", affinity=True)
+        assert caught.value.field == "affinity"
+        kind("127.0.0.1:1")
+    monkeypatch.delenv(channel._RING_HASH_SWITCH)
+    Client("127.0.0.1:1", affinity=True).close()
+
+
 async def test_a_full_server_is_waited_for() -> None:
     engine = FakeEngine(step_s=0.001)
     async with serving(engine, scheduler=SchedulerSettings(max_queue=4)) as served, served.client(timeout=60) as client:

@@ -18,6 +18,7 @@ import grpc
 
 from tinyloop_service import errors
 from tinyloop_service.errors import InvalidArgument, TinyLoopError
+from tinyloop_service.rpc.health import READY_SERVICE
 from tinyloop_service.rpc.status import to_exception
 
 PREFIX_KEY = "x-tinyloop-prefix"
@@ -61,9 +62,12 @@ _RING_HASH_SWITCH = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
 
 
 def channel_options(*, affinity: bool) -> Options:
-    """`affinity`: among several addresses, requests of one prefix go to one of them; else they take turns."""
+    """`affinity`: among several addresses, requests of one prefix go to one of them; else they take turns.
+
+    Raises InvalidArgument where gRPC is told by its own variable not to hash by a header.
+    """
     if affinity:
-        os.environ.setdefault(_RING_HASH_SWITCH, "true")  # gRPC core reads it when the policy is made
+        _switch_on_ring_hash()
     return [
         ("grpc.service_config", service_config(affinity=affinity)),
         ("grpc.enable_retries", 1),
@@ -71,22 +75,33 @@ def channel_options(*, affinity: bool) -> Options:
         ("grpc.max_receive_message_length", 64 * 2**20),
         ("grpc.keepalive_time_ms", 30_000),  # a dead server is noticed under a silent stream
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.max_reconnect_backoff_ms", 5_000),  # who was away for long gets its requests back soon
     ]
 
 
+def _switch_on_ring_hash() -> None:
+    """Never too late: gRPC looks when it reads a channel's service config.  Without it every call would fail."""
+    if os.environ.setdefault(_RING_HASH_SWITCH, "true").lower() not in ("1", "t", "true", "y", "yes"):
+        given = os.environ[_RING_HASH_SWITCH]
+        raise InvalidArgument("affinity", f"is at odds with {_RING_HASH_SWITCH}={given}; unset it, or set it to true")
+
+
 def service_config(*, affinity: bool) -> str:
-    """Load balancing and retries, as gRPC's JSON."""
-    policy: dict[str, Any] = {"round_robin": {}}
+    """Load balancing and retries, as gRPC's JSON.
+
+    With affinity every address's health is watched: a replica that warms up or drains gets no calls, its neighbours on
+    the ring do.  Without, there may be no other address, and what the server says of itself is worth more.
+    """
+    config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
     if affinity:
-        policy = {"ring_hash_experimental": {"requestHashHeader": PREFIX_KEY}}
+        config["loadBalancingConfig"] = [{"ring_hash_experimental": {"requestHashHeader": PREFIX_KEY}}]
+        config["healthCheckConfig"] = {"serviceName": READY_SERVICE}
     names = [
         {"service": f"tinyloop.v1.{service}", "method": method}
         for service, methods in _RETRIED.items()
         for method in methods
     ]
-    return json.dumps(
-        {"loadBalancingConfig": [policy], "methodConfig": [{"name": names, "retryPolicy": _RETRY_POLICY}]}
-    )
+    return json.dumps({**config, "methodConfig": [{"name": names, "retryPolicy": _RETRY_POLICY}]})
 
 
 def credentials(tls: TlsChoice) -> grpc.ChannelCredentials | None:
