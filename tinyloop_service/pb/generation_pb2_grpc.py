@@ -36,7 +36,8 @@ class GenerationServiceServicer(object):
     def Generate(self, request, context):
         """Stream a continuation: Started once, then Deltas, then one Completed per choice. Errors come as status only.
         Errors: NOT_FOUND (the prefix), FAILED_PRECONDITION LOOPS_MISMATCH, INVALID_ARGUMENT SEQUENCE_TOO_LONG,
-        RESOURCE_EXHAUSTED OUT_OF_MEMORY, UNAVAILABLE QUEUE_FULL, DRAINING or WARMING_UP.
+        RESOURCE_EXHAUSTED OUT_OF_MEMORY or TENANT_QUOTA, UNAVAILABLE QUEUE_FULL, DRAINING or WARMING_UP.
+        Right: generate; with create_if_missing also build.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

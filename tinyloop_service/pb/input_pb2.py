@@ -14,13 +14,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tinyloop/v1/input.proto\x12\x0btinyloop.v1\"\x15\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"G\n\x05Input\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x13.tinyloop.v1.TokensH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05inputb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tinyloop/v1/input.proto\x12\x0btinyloop.v1\"\x15\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"G\n\x05Input\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x13.tinyloop.v1.TokensH\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05inputB\x02P\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tinyloop.v1.input_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
-  DESCRIPTOR._options = None
+  _globals['DESCRIPTOR']._options = None
+  _globals['DESCRIPTOR']._serialized_options = b'P\001'
   _globals['_TOKENS']._serialized_start=40
   _globals['_TOKENS']._serialized_end=61
   _globals['_INPUT']._serialized_start=63

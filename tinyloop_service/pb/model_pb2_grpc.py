@@ -49,7 +49,7 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """What the server is doing now.
+        """What the server is doing now. Without the right "admin": the caller's own part of it, as if nobody else were there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

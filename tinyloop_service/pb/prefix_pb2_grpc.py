@@ -11,6 +11,10 @@ class PrefixServiceStub(object):
 
     Send the bare id of the prefix in the request header `x-tinyloop-prefix`, here and in Generate, so that a proxy can
     route all requests of one prefix to the replica that holds it.
+
+    A server that asks for tokens takes them as `authorization: Bearer TOKEN`, on every method of every service, and answers
+    UNAUTHENTICATED without one and PERMISSION_DENIED without the right. Names are those of the token's tenant: another
+    tenant's are answered as if nobody had made them.
     """
 
     def __init__(self, channel):
@@ -56,13 +60,18 @@ class PrefixServiceServicer(object):
 
     Send the bare id of the prefix in the request header `x-tinyloop-prefix`, here and in Generate, so that a proxy can
     route all requests of one prefix to the replica that holds it.
+
+    A server that asks for tokens takes them as `authorization: Bearer TOKEN`, on every method of every service, and answers
+    UNAUTHENTICATED without one and PERMISSION_DENIED without the right. Names are those of the token's tenant: another
+    tenant's are answered as if nobody had made them.
     """
 
     def CreatePrefix(self, request, context):
         """Prefill a prompt once and keep its state. Answers when the prefix is READY, or at once with `build_async`.
         The same id with the same content returns the existing prefix without work, its expiration and pin as now asked.
         Errors: ALREADY_EXISTS PREFIX_EXISTS (the id stands for other content), FAILED_PRECONDITION PARENT_MISMATCH,
-        NOT_FOUND (the parent), RESOURCE_EXHAUSTED OUT_OF_MEMORY or PIN_BUDGET, UNAVAILABLE QUEUE_FULL.
+        NOT_FOUND (the parent), RESOURCE_EXHAUSTED OUT_OF_MEMORY, PIN_BUDGET or TENANT_QUOTA, UNAVAILABLE QUEUE_FULL.
+        Right: build.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,7 +92,8 @@ class PrefixServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdatePrefix(self, request, context):
-        """Change expiration or pin. Errors: ABORTED ETAG_MISMATCH, RESOURCE_EXHAUSTED PIN_BUDGET, NOT_FOUND.
+        """Change expiration or pin. Errors: ABORTED ETAG_MISMATCH, RESOURCE_EXHAUSTED PIN_BUDGET or TENANT_QUOTA, NOT_FOUND.
+        Right: build.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,6 +101,7 @@ class PrefixServiceServicer(object):
 
     def DeletePrefix(self, request, context):
         """End the name at once. Running generations that use the prefix finish. Errors: ABORTED ETAG_MISMATCH, NOT_FOUND.
+        Right: build.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,6 +160,10 @@ class PrefixService(object):
 
     Send the bare id of the prefix in the request header `x-tinyloop-prefix`, here and in Generate, so that a proxy can
     route all requests of one prefix to the replica that holds it.
+
+    A server that asks for tokens takes them as `authorization: Bearer TOKEN`, on every method of every service, and answers
+    UNAUTHENTICATED without one and PERMISSION_DENIED without the right. Names are those of the token's tenant: another
+    tenant's are answered as if nobody had made them.
     """
 
     @staticmethod
