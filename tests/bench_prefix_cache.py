@@ -33,25 +33,27 @@ from typing import Any
 
 from bench_report import milliseconds, print_table, spread, versions, write_json
 
-from tinyloop_service import AsyncClient
 from tinyloop_service.app import build_engine
+from tinyloop_service.arguments import parameters
 from tinyloop_service.bench import (
+    Rounds,
     Workload,
     describe_machine,
     kv_memory_for,
+    measure_rounds,
     no_cache_totals,
     predicted_speedup,
     prompt_tokens,
     run_bench,
+    run_no_cache,
 )
-from tinyloop_service.cli.comparison import PREFIX_ID, Run, run_no_cache, run_shared
 from tinyloop_service.cli.local_server import local_server
 from tinyloop_service.demo import MODEL_PATH
 from tinyloop_service.engine.spec import SIZES, ModelSpec
 from tinyloop_service.engine.weights import random_model, read_model, write_model
+from tinyloop_service.load.remote import Remote
 from tinyloop_service.settings import Settings
 
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 Variables = dict[str, str]  # TINYLOOP_ settings
 
 
@@ -123,50 +125,37 @@ async def through_grpc(
 ) -> tuple[list[Line], Start]:
     """Lines of all workloads against one server, and its start."""
     began = time.perf_counter()
-    async with local_server(model, variables) as address, AsyncClient(address) as client:
+    async with local_server(model, variables) as address, Remote(address) as server:
         ready = time.perf_counter()
-        async for _ in client.stream(prompt_tokens(spec.vocab_size, workloads[0].prefix_len), max_tokens=1, **GREEDY):
-            pass
+        first = prompt_tokens(spec.vocab_size, workloads[0].prefix_len)
+        await run_no_cache(server, [first], parameters(1, ignore_eos=True, seed=0))
         start = Start((ready - began) * 1e3, (time.perf_counter() - ready) * 1e3)
         lines = []
         for workload in workloads:
-            lines += await measure_streams(client, body, spec, workload)
+            tokens = prompt_tokens(spec.vocab_size, workload.prefix_len)
+            rounds = await measure_rounds(server, tokens, workload, warm_up=1)
+            lines += lines_of(rounds, body, workload)
         return lines, start
 
 
-async def measure_streams(client: AsyncClient, body: str, spec: ModelSpec, workload: Workload) -> list[Line]:
-    prompt = prompt_tokens(spec.vocab_size, workload.prefix_len)
-    shared: dict[int, list[Run]] = {count: [] for count in workload.rows}
-    builds = []
-    for count in workload.rows:
-        for _ in range(workload.rounds + 1):  # the first warms up
-            run, build_ms, _ = await run_shared(
-                client, prompt, [()] * count, workload.new_tokens, lambda *_: None, GREEDY
-            )
-            shared[count].append(run)
-            builds.append(build_ms)
-            await client.delete_prefix(PREFIX_ID)
-    needed = min(max(workload.rows), workload.max_no_cache)
-    alone = [
-        await run_no_cache(client, [prompt] * needed, workload.new_tokens, lambda _: None, GREEDY)
-        for _ in range(workload.no_cache_rounds)
-    ]
-    totals, scaled = no_cache_totals([[a.total_ms for a in run.answers] for run in alone], workload.rows)
-    decode = median(answer.total_ms - answer.ttft_ms for run in alone for answer in run.answers)
+def lines_of(rounds: Rounds, body: str, workload: Workload) -> list[Line]:
+    totals, scaled = no_cache_totals(rounds.singles, workload.rows)
+    decode = median(run.decode_ms for run in rounds.no_cache)
+    build = median(run.build_ms for runs in rounds.shared.values() for run in runs)
     lines = []
-    for count in workload.rows:
-        times, without = [run.total_ms for run in shared[count][1:]], totals[str(count)]
+    for key, times in rounds.samples.items():
+        without = totals[key]
         lines.append(
             Line(
                 body,
                 "grpc",
                 workload.prefix_len,
-                count,
+                int(key),
                 median(without),
                 median(times),
                 median(without) / median(times),
-                predicted_speedup(median(builds), decode, count),
-                str(count) in scaled,
+                predicted_speedup(build, decode, int(key)),
+                key in scaled,
                 (min(without), max(without)),
                 (min(times), max(times)),
             )

@@ -1,7 +1,8 @@
 """What sharing a prefix is worth, measured: prefill, decode steps, SHARED against NO_CACHE.
 
 In: a model and an engine built from it.  Out: one frozen report, medians in milliseconds.  It refuses to know about
-sockets: `direct` drives `engine.step(plan)` with nothing between, `run` goes through the scheduler, as the server does.
+sockets: `direct` drives `engine.step(plan)` with nothing between, `run` goes through the scheduler, as the server does;
+its rounds, and how a request is timed (`rounds`), are for any service behind the seam in `service`.
 
     prefill        the whole prefix, in chunks of the engine's size; its logits are kept
     decode step    one step of that many rows, all off one shared prefix; its share of a plan of `steps_at_once`
@@ -13,17 +14,27 @@ sockets: `direct` drives `engine.step(plan)` with nothing between, `run` goes th
 """
 
 from tinyloop_service.bench.machine import describe_machine
-from tinyloop_service.bench.run import no_cache_totals, run_bench
+from tinyloop_service.bench.rounds import Outcome, Run, run_no_cache, run_shared
+from tinyloop_service.bench.run import Rounds, measure_rounds, no_cache_totals, run_bench
+from tinyloop_service.bench.service import InProcess, Service
 from tinyloop_service.bench.workload import Progress, Report, Workload, kv_memory_for, predicted_speedup, prompt_tokens
 
 __all__ = [
+    "InProcess",
+    "Outcome",
     "Progress",
     "Report",
+    "Rounds",
+    "Run",
+    "Service",
     "Workload",
     "describe_machine",
     "kv_memory_for",
+    "measure_rounds",
     "no_cache_totals",
     "predicted_speedup",
     "prompt_tokens",
     "run_bench",
+    "run_no_cache",
+    "run_shared",
 ]

@@ -1,19 +1,25 @@
-"""The whole measurement: the engine by hand, then requests through a scheduler of its own."""
+"""The whole measurement: the engine by hand, then requests through a scheduler of its own.
+
+The rounds of requests, `measure_rounds`, are for any service.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from statistics import median
 
+from tinyloop_service.arguments import parameters
 from tinyloop_service.bench.direct import Direct, measure_activation, measure_prefill, measure_steps
+from tinyloop_service.bench.rounds import Run, run_no_cache, run_shared
+from tinyloop_service.bench.service import InProcess, Service
 from tinyloop_service.bench.workload import Progress, Report, Samples, Workload, prompt_tokens
 from tinyloop_service.engine.api import Engine
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import SchedulerSettings
-from tinyloop_service.types import Completed, GenerationRequest, PrefixDefinition, Stops, TokenIds
+from tinyloop_service.types import TokenIds
+
+PREFIX_NAME = "bench"
 
 
 def run_bench(engine: Engine, workload: Workload, progress: Progress = lambda _: None) -> Report:
@@ -28,9 +34,9 @@ def run_bench(engine: Engine, workload: Workload, progress: Progress = lambda _:
     prefills = measure_prefill(direct, tokens, workload.rounds, progress)
     activations = measure_activation(direct, tokens, workload.rounds, progress)
     steps = measure_steps(direct, tokens, workload, progress)
-    shared, singles = asyncio.run(_measure_requests(engine, tokens, loops, workload, progress))
-    no_cache, scaled = no_cache_totals(singles, workload.rows)
-    samples = {"prefill": {"1": prefills}, "decode_step": steps, "shared": shared, "no_cache": no_cache}
+    rounds = asyncio.run(_in_process(engine, tokens, workload, progress))
+    no_cache, scaled = no_cache_totals(rounds.singles, workload.rows)
+    samples = {"prefill": {"1": prefills}, "decode_step": steps, "shared": rounds.samples, "no_cache": no_cache}
     if activations:
         samples["activate"] = {"1": activations}
     return Report.of(engine, workload, samples, scaled)
@@ -55,54 +61,52 @@ def _refuse_impossible(engine: Engine, workload: Workload) -> None:
         raise ValueError(f"loops must be 1 to {limits.max_loops}, given {workload.loops}")
 
 
-async def _measure_requests(
-    engine: Engine, tokens: TokenIds, loops: int, workload: Workload, progress: Progress
-) -> tuple[Samples, list[list[float]]]:
-    """SHARED per number of requests; of every round of NO_CACHE, its single requests.  Closes the engine."""
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Runs per number of requests; NO_CACHE once a round, of as many requests as were measured."""
+
+    shared: dict[int, list[Run]]
+    no_cache: list[Run]
+
+    @property
+    def samples(self) -> Samples:
+        return {str(count): [run.total_ms for run in runs] for count, runs in self.shared.items()}
+
+    @property
+    def singles(self) -> list[list[float]]:
+        """Of every round of NO_CACHE, its single requests."""
+        return [[answer.total_ms for answer in run.answers] for run in self.no_cache]
+
+
+async def measure_rounds(
+    service: Service, tokens: TokenIds, workload: Workload, progress: Progress = lambda _: None, *, warm_up: int = 0
+) -> Rounds:
+    """Greedy requests without a suffix, to the last token; SHARED after `warm_up` rounds that do not count."""
+    greedy = parameters(workload.new_tokens, loops=workload.loops, ignore_eos=True, seed=0)
+    shared: dict[int, list[Run]] = {}
+    for count in workload.rows:
+        runs = []
+        for index in range(warm_up + workload.rounds):
+            progress(f"SHARED, {count} requests, {index + 1} of {warm_up + workload.rounds}")
+            runs.append(await run_shared(service, PREFIX_NAME, tokens, [()] * count, greedy))
+            await service.delete_prefix(PREFIX_NAME)
+        shared[count] = runs[warm_up:]
+    needed = min(max(workload.rows), workload.max_no_cache)
+    no_cache = []
+    for index in range(workload.no_cache_rounds):
+        progress(f"NO_CACHE, {needed} requests, {index + 1} of {workload.no_cache_rounds}")
+        no_cache.append(await run_no_cache(service, [tokens] * needed, greedy))
+    return Rounds(shared, no_cache)
+
+
+async def _in_process(engine: Engine, tokens: TokenIds, workload: Workload, progress: Progress) -> Rounds:
+    """Closes the engine."""
     scheduler = Scheduler(engine, SchedulerSettings())
     await scheduler.start()
     try:
-        shared: Samples = {str(count): [] for count in workload.rows}
-        for count in workload.rows:
-            for index in range(workload.rounds):
-                progress(f"SHARED, {count} requests, {index + 1} of {workload.rounds}")
-                work = _shared(scheduler, tokens, loops, workload.new_tokens, count)
-                shared[str(count)].append(await _timed(work))
-        alone = GenerationRequest(
-            tokens, workload.new_tokens, loops=loops, stops=Stops(ignore_eos=True), want_text=False
-        )
-        needed = min(max(workload.rows), workload.max_no_cache)
-        singles: list[list[float]] = []
-        for index in range(workload.no_cache_rounds):
-            progress(f"NO_CACHE, {needed} requests, {index + 1} of {workload.no_cache_rounds}")
-            singles.append([await _timed(_finish(scheduler, alone)) for _ in range(needed)])
-        return shared, singles
+        return await measure_rounds(InProcess(scheduler), tokens, workload, progress)
     finally:
         await scheduler.close()
-
-
-async def _shared(scheduler: Scheduler, tokens: TokenIds, loops: int, new_tokens: int, count: int) -> None:
-    prefix = await scheduler.create_prefix(PrefixDefinition(tokens, loops=loops))
-    try:
-        request = GenerationRequest(
-            (), new_tokens, prefix_uid=prefix.uid, stops=Stops(ignore_eos=True), want_text=False
-        )
-        await asyncio.gather(*(_finish(scheduler, request) for _ in range(count)))
-    finally:
-        scheduler.release_prefix(prefix.uid)
-
-
-async def _finish(scheduler: Scheduler, request: GenerationRequest) -> None:
-    async with scheduler.generate(request) as stream:
-        async for outputs in stream:
-            if any(isinstance(output, Completed) for output in outputs):
-                return
-
-
-async def _timed(work: Awaitable[None]) -> float:
-    start = time.perf_counter()
-    await work
-    return (time.perf_counter() - start) * 1e3
 
 
 def no_cache_totals(rounds: list[list[float]], rows: tuple[int, ...]) -> tuple[Samples, list[str]]:

@@ -8,12 +8,13 @@ from contextlib import AsyncExitStack
 
 import click
 
+from tinyloop_service.arguments import parameters
+from tinyloop_service.bench import Outcome, run_no_cache, run_shared
 from tinyloop_service.cli import output, stage
-from tinyloop_service.cli.comparison import Outcome, run_no_cache, run_shared
 from tinyloop_service.cli.local_server import local_server
 from tinyloop_service.cli.options import json_option
-from tinyloop_service.client import AsyncClient
 from tinyloop_service.demo import MODEL_PATH, PREFIX_TEXT, SUFFIXES
+from tinyloop_service.load.remote import Remote
 
 
 @click.command()
@@ -41,18 +42,19 @@ def demo(requests: int, max_tokens: int, as_json: bool) -> None:
 
 
 async def _run(suffixes: Sequence[str], max_tokens: int, *, quiet: bool) -> Outcome:
+    sampling = parameters(max_tokens, temperature=0.7, top_p=0.9, seed=0)
     async with AsyncExitStack() as stack:
         with output.waiting("starting a server with the demo model"):
             address = await stack.enter_async_context(local_server(MODEL_PATH))
-            client = await stack.enter_async_context(AsyncClient(address))
-            prefix_ids = await client.tokenize(PREFIX_TEXT, bos=True)
-            prompts = [[*prefix_ids, *await client.tokenize(suffix, bos=False)] for suffix in suffixes]
-            await client.complete(prompts[0][:200], max_tokens=4)  # so that both ways start warm
+            server = await stack.enter_async_context(Remote(address))
+            prefix_ids = await server.tokenize(PREFIX_TEXT, bos=True)
+            prompts = [(*prefix_ids, *await server.tokenize(suffix, bos=False)) for suffix in suffixes]
+            await run_no_cache(server, [prompts[0][:200]], parameters(4, seed=0))  # so that both ways start warm
         if not quiet:
             stage.introduce(address, PREFIX_TEXT, len(prefix_ids), len(suffixes))
         with stage.streams(suffixes, quiet=quiet) as show:
-            shared, build_ms, prefix_bytes = await run_shared(client, PREFIX_TEXT, suffixes, max_tokens, show)
+            shared = await run_shared(server, "demo", PREFIX_TEXT, suffixes, sampling, show)
         with output.counting("the same requests without a shared prefix", len(prompts)) as count:
-            no_cache = await run_no_cache(client, prompts, max_tokens, count)
-        loops = (await client.model()).default_loops
-        return Outcome(len(prefix_ids), prefix_bytes, loops, build_ms, shared, no_cache)
+            no_cache = await run_no_cache(server, prompts, sampling, count)
+        loops = (await server.model()).default_loops
+        return Outcome(len(prefix_ids), loops, shared, no_cache)

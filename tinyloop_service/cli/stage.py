@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tinyloop_service.bench import describe_machine
+from tinyloop_service.bench import Outcome, Run, describe_machine
+from tinyloop_service.bench.rounds import ShowPiece
 from tinyloop_service.cli import output
-from tinyloop_service.cli.comparison import Outcome, Run, ShowPiece
 
 REFRESH_HZ = 12
 
@@ -95,7 +95,7 @@ def print_outcome(outcome: Outcome, max_tokens: int) -> None:
 def _how_to_read(outcome: Outcome, max_tokens: int) -> Iterator[str]:
     requests = len(outcome.shared.answers)
     yield f"NO_CACHE   each request prefills its whole prompt, one after the other; up to {max_tokens} new tokens each"
-    yield f"SHARED     one prefill ({outcome.build_ms:.0f} ms, included in the total), then all requests at once"
+    yield f"SHARED     one prefill ({outcome.shared.build_ms:.0f} ms, included in the total), then all requests at once"
     yield f"predicted  (P + D) / (P/{requests} + D) with P = the prefill, D = a lone request after its first token:"
     yield "           what the saved prefills are worth alone; decoding together is what exceeds it"
 

@@ -61,7 +61,7 @@ _RETRY_POLICY = {
 _RING_HASH_SWITCH = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
 
 
-def channel_options(*, affinity: bool) -> Options:
+def channel_options(*, affinity: bool, retries: bool = True) -> Options:
     """`affinity`: among several addresses, requests of one prefix go to one of them; else they take turns.
 
     Raises InvalidArgument where gRPC is told by its own variable not to hash by a header.
@@ -70,7 +70,7 @@ def channel_options(*, affinity: bool) -> Options:
         _switch_on_ring_hash()
     return [
         ("grpc.service_config", service_config(affinity=affinity)),
-        ("grpc.enable_retries", 1),
+        ("grpc.enable_retries", int(retries)),
         ("grpc.per_rpc_retry_buffer_size", 16 * 2**20),  # a long prompt may be sent again too
         ("grpc.max_receive_message_length", 64 * 2**20),
         ("grpc.keepalive_time_ms", 30_000),  # a dead server is noticed under a silent stream

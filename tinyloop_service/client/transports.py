@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -130,9 +130,16 @@ class AsyncTransport:
     """A channel, made on the loop of its first call, and how the generators of `calls` run over it."""
 
     def __init__(
-        self, target: str, token: str | None, tls: channel.TlsChoice, affinity: bool, timeout: float | None
+        self,
+        target: str,
+        token: str | None,
+        tls: channel.TlsChoice,
+        affinity: bool,
+        timeout: float | None,
+        *,
+        retries: bool = True,
     ) -> None:
-        self._target, self._options = target, channel.channel_options(affinity=affinity)
+        self._target, self._options = target, channel.channel_options(affinity=affinity, retries=retries)
         self._secrets = channel.credentials(tls)
         self._token, self._timeout, self._closed = channel.check_token(token), timeout, False
         self._channel: grpc.aio.Channel | None = None
@@ -152,7 +159,7 @@ class AsyncTransport:
             else:
                 response = await self._call_all(step)
 
-    async def stream(self, call: Call) -> AsyncIterator[Any]:
+    async def stream(self, call: Call) -> AsyncGenerator[Any, None]:
         started = self._start(call, self._timeout)
         try:
             async for message in started:
