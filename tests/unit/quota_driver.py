@@ -19,8 +19,10 @@ def driver_of(quota: Quota, tenant: str = "a", **limits: int) -> Driver:
     return driver
 
 
-def ask(tenant: str = "a", prompt: int = 2, max_tokens: int = 8, prefix: str | None = None) -> GenerationRequest:
-    return GenerationRequest(tokens(prompt, 3), max_tokens, tenant, prefix)
+def ask(
+    tenant: str = "a", prompt: int = 2, max_tokens: int = 8, prefix: str | None = None, n: int = 1
+) -> GenerationRequest:
+    return GenerationRequest(tokens(prompt, 3), max_tokens, tenant, prefix, n=n)
 
 
 def refusal(call: object) -> TenantQuotaExceeded:

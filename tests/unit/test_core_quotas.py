@@ -6,13 +6,15 @@ import dataclasses
 
 import pytest
 from quota_driver import ask, driver_of, refusal
-from scheduler_driver import Driver, names, tokens
+from scheduler_driver import SMALL, Driver, names, tokens
 
 from tinyloop_service.errors import (
     EngineFault,
+    OutOfMemory,
     PinBudgetExceeded,
 )
 from tinyloop_service.scheduler.catalog import UNCHANGED
+from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.types import GenerationRequest, PrefixDefinition, Quota
 
 BLOCK = 2000  # bytes of 64 tokens at one loop: a page in each of two cache layers
@@ -101,6 +103,44 @@ def test_pinned_bytes_count_what_pinned_prefixes_hang_from() -> None:
     driver.create("p", tokens(100), tenant="b", pinned=True)
     with pytest.raises(PinBudgetExceeded):  # what all have in common is bounded as before
         driver.create("p", tokens(100), tenant="c", pinned=True)
+
+
+# ---- what all have in common
+
+
+@pytest.mark.parametrize("theirs", [1, 2], ids=["less is held", "more is held"])
+def test_a_refusal_tells_a_tenant_nothing_of_what_others_hold(theirs: int) -> None:
+    """The same words whatever others hold and have pinned; without tenants all is one's own, and told."""
+    driver = Driver(dataclasses.replace(SMALL, num_pages=24))
+    for seed in range(theirs):
+        driver.create(f"p{seed}", tokens(64, seed), tenant="b", pinned=True)
+    driver.create("q", tokens(100, 9), tenant="b")
+    driver.run()
+    driver.submit(ask("b", max_tokens=100))
+    driver.step()
+    with pytest.raises(OutOfMemory) as refused:
+        driver.submit(ask(prompt=380, max_tokens=20, n=3))
+    assert str(refused.value) == (
+        "out of memory: 24 pages (0.0 MiB) needed, 24 in all, 12 may be pinned; "
+        "use a shorter prompt, fewer loops, a compact cache mode or a cache_window"
+    )
+    driver.create("own", tokens(10), tenant="a", pinned=True)
+    with pytest.raises(PinBudgetExceeded) as over_budget:
+        driver.create("p", tokens(280, 1), tenant="a", pinned=True)
+    assert str(over_budget.value) == (
+        "pin budget: 12 pages of yours would be pinned, 12 may be in all; unpin or delete another prefix"
+    )
+
+
+def test_a_refusal_for_the_number_of_prefixes_counts_no_others() -> None:
+    driver = Driver(settings=SchedulerSettings(max_prefixes=2))
+    driver.create("p", (1,), tenant="b", pinned=True)
+    driver.create("mother", (1,), tenant="a")
+    with pytest.raises(OutOfMemory) as refused:
+        driver.create("child", (2,), tenant="a", parent="mother")
+    assert str(refused.value) == (
+        "out of memory: 2 prefixes needed at once, 2 may be in memory, pinned ones included; unpin some"
+    )
 
 
 # ---- the load of one tenant

@@ -131,7 +131,7 @@ class Admission:
                 if isinstance(job, Request):
                     self.check_request_possible(job)
                 else:
-                    self.check_possible(job.chain(), [], 0)
+                    self.check_possible(job.tenant, job.chain(), [], 0)
             except OutOfMemory as error:
                 impossible.append((job, error))
                 self._line.remove(order)
@@ -229,15 +229,15 @@ class Admission:
                     may_go.pop(member.uid, None)
         return sorted(may_go.values(), key=lambda p: (p.last_use_time_ns, -len(p.chain())))
 
-    # ---- what can never be
+    # ---- what can never be; a tenant that has a name is told of its own and of fixed limits, never what others hold
 
-    def check_possible(self, ancestors: list[Prefix], extents: list[Extent], own_pages: int) -> None:
+    def check_possible(self, tenant: str, ancestors: list[Prefix], extents: list[Extent], own_pages: int) -> None:
         """Raise OutOfMemory if this would not fit with everything else gone that can go.
 
         `ancestors` and then `extents` are built one under the other; then `own_pages` are needed at once.
         """
         pinned = [prefix for prefix in self._effectively_pinned() if prefix not in ancestors]
-        kept = sum(prefix.recipe.extent.final_pages(self._limits) for prefix in pinned)
+        kept = self._pages(prefix.recipe.extent for prefix in pinned)
         held = needed = 0
         chain = [prefix.recipe.extent for prefix in ancestors] + extents
         for extent in chain:
@@ -247,19 +247,21 @@ class Admission:
         needed = max(needed, held + own_pages)
         if needed + kept > self._limits.num_pages:
             mib = needed * self._limits.page_bytes / 2**20
+            others = f"{kept} pinned, {self._pool.free} free now" if not tenant else f"{self._pin_budget} may be pinned"
             raise OutOfMemory(
-                f"out of memory: {needed} pages ({mib:.1f} MiB) needed, {self._pool.free} free now, "
-                f"{self._limits.num_pages} in all, {kept} pinned; {WAYS_OUT}"
+                f"out of memory: {needed} pages ({mib:.1f} MiB) needed, {self._limits.num_pages} in all, {others}; "
+                f"{WAYS_OUT}"
             )
         if len(chain) + len(pinned) > self._settings.max_prefixes:
+            others = f" beside {len(pinned)} pinned ones" if not tenant else ""
             raise OutOfMemory(
-                f"out of memory: {len(chain)} prefixes needed at once beside {len(pinned)} pinned ones, "
-                f"{self._settings.max_prefixes} may be in memory; unpin some"
+                f"out of memory: {len(chain)} prefixes needed at once{others}, "
+                f"{self._settings.max_prefixes} may be in memory, pinned ones included; unpin some"
             )
 
     def check_request_possible(self, request: Request) -> None:
         chain = request.prefix.chain() if request.prefix is not None else []
-        self.check_possible(chain, [], request.pages(self._limits))
+        self.check_possible(request.spec.tenant, chain, [], request.pages(self._limits))
 
     def check_kept(self, tenant: str, extent: Extent) -> None:
         """Raise TenantQuotaExceeded if one more prefix passes the tenant's quota of bytes."""
@@ -272,12 +274,11 @@ class Admission:
         extents = [prefix.recipe.extent for prefix in ancestors if prefix not in pinned] + extents
         own = [prefix.recipe.extent for prefix in pinned if prefix.tenant == tenant]
         self._quotas.check_bytes(tenant, "pinned_bytes", self._bytes(own), self._bytes(extents))
-        extents = [prefix.recipe.extent for prefix in pinned] + extents
-        needed = sum(extent.final_pages(self._limits) for extent in extents)
-        budget = int(self._settings.pin_fraction * self._limits.num_pages)
-        if needed > budget:
+        needed = self._pages([prefix.recipe.extent for prefix in pinned] + extents)
+        if needed > self._pin_budget:
+            what = f"{needed} pages" if not tenant else f"{self._pages(own + extents)} pages of yours"
             raise PinBudgetExceeded(
-                f"pin budget: {needed} pages would be pinned, {budget} may be; unpin or delete another prefix"
+                f"pin budget: {what} would be pinned, {self._pin_budget} may be in all; unpin or delete another prefix"
             )
 
     def _effectively_pinned(self) -> list[Prefix]:
@@ -288,9 +289,16 @@ class Admission:
     def check(self) -> None:
         self._line.check()
 
-    def _bytes(self, extents: list[Extent]) -> int:
+    @property
+    def _pin_budget(self) -> int:
+        return int(self._settings.pin_fraction * self._limits.num_pages)
+
+    def _pages(self, extents: Iterable[Extent]) -> int:
         """What they keep when they are built."""
-        return sum(extent.final_pages(self._limits) for extent in extents) * self._limits.page_bytes
+        return sum(extent.final_pages(self._limits) for extent in extents)
+
+    def _bytes(self, extents: Iterable[Extent]) -> int:
+        return self._pages(extents) * self._limits.page_bytes
 
 
 def _id(prefix: Prefix) -> int:

@@ -214,10 +214,10 @@ class Catalog:
             parent.check_built()
         ancestors = parent.chain() if parent is not None else []
         if existing is None:
-            self._admission.check_possible(ancestors, [recipe.extent], 0)
+            self._admission.check_possible(tenant, ancestors, [recipe.extent], 0)
             self._admission.check_kept(tenant, recipe.extent)
         elif existing.state is PrefixState.EVICTED:  # pins may have grown since it was built
-            self._admission.check_possible(existing.chain(), [], 0)
+            self._admission.check_possible(tenant, existing.chain(), [], 0)
         if pinned and not (existing is not None and existing.pinned):
             known = existing.chain() if existing is not None else ancestors
             self._admission.check_pin(tenant, known, [] if existing is not None else [recipe.extent])
