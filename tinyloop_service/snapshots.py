@@ -1,15 +1,16 @@
 """Saved state on disk: what was prefilled once needs no prefill after a restart.
 
-    <snapshot_dir>/<content_sha256>.safetensors      pages and logits as bytes (U8); metadata:
+    <snapshot_dir>/<state_digest>.safetensors        pages and logits as bytes (U8); metadata:
         format, version                              of this file
-        model_id, cache_mode, content_sha256         what it is the state of
+        model_id, cache_mode, state_digest           what it is the state of: a content, and a tenant's
         snapshot_id                                  what else its bits depend on: engine, libraries, machine, settings
         data_sha256                                  of pages, then logits
 
 At start every file is checked whole and mapped; what is damaged, foreign or of another version is refused, with a line
 in the log, and prefilled as if it were not there.  Files are written beside the event loop, by renaming; the oldest go
-when all together pass `snapshot_bytes`, and a file goes with the last name of its content.  Only files named by a
-digest count and go, and at start what a killed server had begun to write; whatever else is in the directory stays.
+when all together pass `snapshot_bytes`, and a file goes with the last name of its content.  What a disk has refused is
+tried again every minute, one file until one is written, then all.  Only files named by a digest count and go, and at
+start what a killed server had begun to write; whatever else is in the directory stays.
 
 In: states as the scheduler takes them.  Out: states that it may restore from.  It refuses to know what is in them.
 """
@@ -19,8 +20,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +38,22 @@ from tinyloop_service.settings import NamesSettings
 
 State = Mapping[str, NDArray[np.uint8]]
 FORMAT, VERSION = "tinyloop-snapshot", "1"
+RETRY_S = 60.0  # after a write that failed
 _PARTS = ("pages", "logits")
 _SUFFIX = ".safetensors"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BEGUN = re.compile(rf"\.[0-9a-f]{{64}}{re.escape(_SUFFIX)}\..*")  # as `container.replacing` names what it writes to
 _DTYPES: Mapping[str, np.dtype[Any]] = {"U8": np.dtype("u1")}
 _log = structlog.get_logger("tinyloop.snapshots")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of a write."""
+
+    state: State | None  # a map of it; None: it is not kept
+    pushed_out: tuple[str, ...] = ()  # digests that had to go for it
+    may_succeed_later: bool = False
 
 
 class SnapshotFiles:
@@ -80,7 +92,7 @@ class SnapshotFiles:
     def read(self, path: Path) -> State:
         """A map of the file, checked whole.  Raises ModelFileError that says what is wrong with it, OSError."""
         metadata, tensors = read_container(path, _DTYPES)
-        for key, expected in {**self._identity, "content_sha256": path.stem}.items():
+        for key, expected in {**self._identity, "state_digest": path.stem}.items():
             if metadata.get(key) != expected:
                 raise ModelFileError(f"{key} is {str(metadata.get(key))[:80]!r}, expected {expected!r}")
         if not _DIGEST.fullmatch(path.stem) or tensors.keys() != set(_PARTS):
@@ -89,20 +101,21 @@ class SnapshotFiles:
             raise ModelFileError("its data are not what was written")
         return tensors
 
-    def write(self, digest: str, state: State) -> tuple[State | None, list[str]]:
-        """A map of what was written, None where it was not; and the digests that had to go for it."""
-        path = self._path(digest)
-        metadata = {**self._identity, "content_sha256": digest, "data_sha256": _data_digest(state)}
+    def write(self, digest: str, state: State) -> Written:
+        """Never raises: a disk that refuses is in the log."""
+        num_bytes = sum(part.nbytes for part in state.values())
+        if num_bytes > self._max_bytes:
+            _log.warning("snapshot not kept: it is larger than snapshot_bytes", digest=digest)
+            return Written(None)
+        metadata = {**self._identity, "state_digest": digest, "data_sha256": _data_digest(state)}
+        pushed_out: list[str] = []
         try:
-            pushed_out = self._make_room(sum(part.nbytes for part in state.values()))
-            if pushed_out is None:
-                _log.warning("snapshot not kept: it is larger than snapshot_bytes", digest=digest)
-                return None, []
-            write_container(path, state, metadata)
-            return read_container(path, _DTYPES)[1], pushed_out
+            pushed_out.extend(self._make_room(num_bytes))  # those that went stay listed if it raises
+            write_container(self._path(digest), state, metadata)
+            return Written(read_container(self._path(digest), _DTYPES)[1], tuple(pushed_out))
         except (ModelFileError, OSError) as error:
-            _log.warning("snapshot not kept", digest=digest, reason=str(error))
-            return None, []
+            _log.warning("snapshot not kept; it is tried again", digest=digest, reason=str(error))
+            return Written(None, tuple(pushed_out), may_succeed_later=True)
 
     def remove(self, digest: str) -> None:
         try:
@@ -110,20 +123,17 @@ class SnapshotFiles:
         except OSError as error:
             _log.warning("snapshot not removed", digest=digest, reason=str(error))
 
-    def _make_room(self, num_bytes: int) -> list[str] | None:
-        """Remove the oldest; their digests.  None: it will never fit."""
-        if num_bytes > self._max_bytes:
-            return None
+    def _make_room(self, num_bytes: int) -> Iterator[str]:
+        """Remove the oldest, and give their digests as they go."""
         ours = [path for path in self._folder.glob("*" + _SUFFIX) if _DIGEST.fullmatch(path.stem) and path.is_file()]
         files = sorted((path.stat().st_mtime_ns, path.stat().st_size, path) for path in ours)
-        total, gone = sum(size for _, size, _ in files), []
+        total = sum(size for _, size, _ in files)
         for _, size, path in files:
             if total + num_bytes <= self._max_bytes:
                 break
             path.unlink(missing_ok=True)
             total -= size
-            gone.append(path.stem)
-        return gone
+            yield path.stem
 
     def _path(self, digest: str) -> Path:
         return self._folder / f"{digest}{_SUFFIX}"
@@ -137,6 +147,8 @@ class Snapshots:
         self._scheduler = scheduler
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._writing: set[str] = set()
+        self._refused: dict[str, None] = {}  # digests that the disk did not take, oldest first
+        self._retry: asyncio.TimerHandle | None = None  # while there are some
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -150,6 +162,8 @@ class Snapshots:
     async def close(self) -> None:
         """After the scheduler; what is being written is finished."""
         await asyncio.gather(*self._tasks)
+        if self._retry is not None:
+            self._retry.cancel()
         self._thread.shutdown()
 
     # ---- what the scheduler calls
@@ -167,15 +181,41 @@ class Snapshots:
     def drop(self, digest: str) -> None:
         """Nobody wants it any more."""
         self._writing.discard(digest)
+        self._refused.pop(digest, None)
         self._thread.submit(self._files.remove, digest)
 
-    async def _keep(self, digest: str, written: asyncio.Future[tuple[State | None, list[str]]]) -> None:
-        kept, pushed_out = await written
-        for gone in pushed_out:
+    # ---- what becomes of it
+
+    async def _keep(self, digest: str, writing: asyncio.Future[Written]) -> None:
+        written = await writing
+        for gone in written.pushed_out:
             self._scheduler.snapshots.withdraw(gone)
-        if kept is not None and digest in self._writing:  # else its last name has ended meanwhile
-            self._scheduler.snapshots.offer(digest, kept)
+        if digest not in self._writing:  # its last name has ended meanwhile
+            return
         self._writing.discard(digest)
+        if written.state is not None:
+            self._scheduler.snapshots.offer(digest, written.state)
+            self._try_again(every=True)
+        elif written.may_succeed_later:
+            self._refused[digest] = None
+            self._wait_to_try()
+
+    def _try_again(self, every: bool = False) -> None:
+        """Ask for one that was refused, which shows whether the disk takes it now; or for all of them."""
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        while self._refused:
+            digest = next(iter(self._refused))
+            del self._refused[digest]
+            if self._scheduler.save_again(digest) and not every:
+                break
+        if self._refused:
+            self._wait_to_try()
+
+    def _wait_to_try(self) -> None:
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
 
 
 async def start_snapshots(scheduler: Scheduler, settings: NamesSettings) -> Snapshots | None:

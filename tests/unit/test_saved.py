@@ -114,6 +114,52 @@ def test_state_goes_with_the_last_name_of_its_content() -> None:
     assert not driver.snapshots
 
 
+def test_what_one_tenant_built_hastens_no_other() -> None:
+    """Who creates a guess must not see by the time it takes that somebody else has the same prompt."""
+    driver = keeping()
+    driver.create("p", tokens(100), tenant="a")
+    driver.run()
+    again = restarted(driver)
+    for tenant, prefilled in (("b", 100), ("", 100), ("a", 0)):
+        before = again.engine.tokens_prefilled
+        again.create("same", tokens(100), tenant=tenant)
+        again.run()
+        assert again.engine.tokens_prefilled - before == prefilled, tenant
+    assert len(again.snapshots) == 2, "b's and of nobody's"
+    delete(again, "same")
+    again.run()
+    assert len(again.snapshots) == 1
+
+
+def test_what_could_not_be_kept_is_saved_again() -> None:
+    driver = keeping()
+    driver.create("p", tokens(100))
+    driver.create("ends", tokens(30))
+    driver.run()
+    lost, ended = (driver.core.catalog.get("", name, driver.now_ns).content_sha256 for name in ("p", "ends"))
+    keep_nothing(driver)
+    assert driver.core.save_again(lost) and driver.core.save_again(ended)
+    delete(driver, "ends")
+    assert not driver.core.save_again("of nobody")
+    driver.run()
+    assert driver.snapshots.keys() == {lost}
+    prefix = driver.core._prefixes.peek("", "p")
+    assert prefix is not None
+    driver.core._prefixes.evict(prefix)
+    keep_nothing(driver)
+    assert not driver.core.save_again(lost), "there is nothing to save it from"
+    assert use(driver, "p")[0] == 100 + 2
+    assert driver.snapshots.keys() == {lost}, "what is built is saved"
+
+
+def keep_nothing(driver: Driver) -> None:
+    """As if none of it had ever been offered."""
+    for digest in driver.snapshots:
+        driver.core.snapshots.withdraw(digest)
+    driver.core.snapshots._kept.update(driver.snapshots)
+    driver.snapshots.clear()
+
+
 def test_a_name_that_ends_while_it_is_saved_leaves_nothing() -> None:
     driver = keeping()
     driver.create("p", tokens(10))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,9 @@ from hypothesis import strategies as st
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
 from tinyloop_service.errors import InvalidArgument, ModelFileError
 from tinyloop_service.scheduler.loop import Scheduler
-from tinyloop_service.settings import SchedulerSettings
-from tinyloop_service.snapshots import SnapshotFiles, Snapshots, State
-from tinyloop_service.types import CacheMode
+from tinyloop_service.settings import NamesSettings, SchedulerSettings
+from tinyloop_service.snapshots import SnapshotFiles, Snapshots, State, Written, start_snapshots
+from tinyloop_service.types import CacheMode, PrefixDefinition
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
 STATE: State = {"pages": np.arange(96, dtype=np.uint8).reshape(2, 3, 16), "logits": np.arange(8, dtype=np.uint8)}
@@ -45,8 +48,8 @@ def logs() -> Any:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    kept, pushed_out = files(tmp_path).write(DIGEST, STATE)
-    assert equal(kept) and pushed_out == []
+    found = files(tmp_path).write(DIGEST, STATE)
+    assert equal(found.state) and found.pushed_out == ()
     return path_of(tmp_path)
 
 
@@ -132,8 +135,7 @@ def test_the_oldest_make_room(tmp_path: Path) -> None:
     for digest in digests[:3]:
         store.write(digest, STATE)
     size = path_of(tmp_path, digests[0]).stat().st_size
-    _, pushed_out = files(tmp_path, 3 * size).write(digests[3], STATE)
-    assert pushed_out == digests[:1]
+    assert files(tmp_path, 3 * size).write(digests[3], STATE).pushed_out == (digests[0],)
     assert sorted(store.load()) == digests[1:]
 
 
@@ -145,8 +147,8 @@ def test_what_is_not_ours_neither_counts_nor_goes(tmp_path: Path) -> None:
     (tmp_path / f".{path_of(tmp_path).name}.abc123").touch()
     store = files(tmp_path, max_bytes=1000)
     assert store.load() == {}
-    kept, pushed_out = store.write(DIGEST, STATE)
-    assert equal(kept) and pushed_out == []
+    found = store.write(DIGEST, STATE)
+    assert equal(found.state) and found.pushed_out == ()
     store.remove(OTHER)
     left = {"model.safetensors", f".{OTHER}.txt", path_of(tmp_path, OTHER).name, path_of(tmp_path).name}
     assert {path.name for path in tmp_path.iterdir()} == left
@@ -161,16 +163,61 @@ async def test_what_is_dropped_at_once_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_what_is_too_large_is_not_kept_and_pushes_nothing_out(tmp_path: Path, written: Path) -> None:
-    assert files(tmp_path, max_bytes=100).write(OTHER, STATE) == (None, [])
+    assert files(tmp_path, max_bytes=100).write(OTHER, STATE) == Written(None)
     assert written.exists()
 
 
 def test_a_disk_that_refuses_is_no_error_of_anybody_s(tmp_path: Path, logs: list[dict[str, Any]]) -> None:
     store = files(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert store.write(DIGEST, STATE) == (None, [])
-    assert logs[-1]["event"] == "snapshot not kept"
+    assert store.write(DIGEST, STATE) == Written(None, may_succeed_later=True)
+    assert "snapshot not kept" in logs[-1]["event"]
     store.remove(DIGEST)
+
+
+async def test_what_a_disk_refused_is_written_once_it_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, Any]]
+) -> None:
+    """All of it, but for what has ended or been built again and kept meanwhile; and no sooner than after a while."""
+    folder = tmp_path / "snapshots"
+    scheduler = Scheduler(FakeEngine(), SchedulerSettings())
+    await scheduler.start()
+    kept = await start_snapshots(scheduler, NamesSettings(snapshot_dir=str(folder)))
+    assert kept is not None
+    folder.rmdir()
+    made = [await scheduler.create_prefix(PrefixDefinition((1, i)), name=f"p{i}") for i in range(5)]
+    await until(lambda: len(kept._refused) == 5)
+    scheduler.delete_prefix("p0")
+    assert kept._refused.keys() == {info.content_sha256 for info in made[1:]} and kept._retry is not None
+    kept._try_again()  # as the timer does: one is tried, in vain
+    await until(lambda: len(logs) == 7 and len(kept._refused) == 4)
+    folder.mkdir()
+    monkeypatch.setattr("tinyloop_service.snapshots.RETRY_S", 0.0)
+    kept._try_again()
+    await until(lambda: not kept._refused and len(list(folder.iterdir())) == 4)
+    await scheduler.close()
+    await kept.close()
+    assert files(folder).load().keys() == {info.content_sha256 for info in made[1:]}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20.0):
+        while not condition():  # noqa: ASYNC110, none of ours to signal
+            await asyncio.sleep(0.005)
+
+
+def test_what_went_for_a_write_that_then_failed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its state would be offered as long as the server lives, and saved by none after it."""
+    store = files(tmp_path, max_bytes=2000)
+    store.write(OTHER, STATE)
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr("tinyloop_service.snapshots.write_container", full)
+    while not (found := store.write(DIGEST, STATE)).pushed_out:
+        store = files(tmp_path, store._max_bytes // 2)
+    assert found == Written(None, (OTHER,), may_succeed_later=True)
 
 
 def test_a_directory_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ class Core:
         """The plan met a fault: what it named is lost, and what hangs from that.  The rest lives."""
         self._sequences.repeat(plan)
         restoring = [self._prefixes.building[item.seq] for item in plan.restore if item.seq in self._prefixes.building]
-        self.snapshots.failed(plan, [prefix.recipe.content_sha256 for prefix in restoring])
+        self.snapshots.failed(plan, [prefix.state_digest for prefix in restoring])
         lost = self._sequences.hanging_from(plan.sequences())
         for seq in lost:
             request = self._requests.owner_of(seq)
@@ -179,6 +179,13 @@ class Core:
     def refuse(self, error: TinyLoopError) -> None:
         """From now on new requests and builds get this error; what was taken goes on."""
         self._admission.refusal = error
+
+    def save_again(self, digest: str) -> bool:
+        """What was taken of this digest could not be kept: save it anew if a prefix of it is in memory, else when one
+        is built.  Whether one is in memory."""
+        self.snapshots.lost(digest)
+        same = (p for p in self._prefixes if p.state is PrefixState.READY and p.state_digest == digest)
+        return any(self.snapshots.built(prefix) for prefix in same)
 
     # ---- what is going on
 

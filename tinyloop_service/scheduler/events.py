@@ -62,7 +62,7 @@ class BuildEnded:
 class SnapshotTaken:
     """The state of a prefix, for who keeps it."""
 
-    digest: str  # content_sha256
+    digest: str  # Prefix.state_digest
     state: object
 
 

@@ -347,6 +347,12 @@ class Scheduler:
         self._delivery.keeper = keeper
         self._core.snapshots.keep()
 
+    def save_again(self, digest: str) -> bool:
+        """The keeper could not keep it, and will try again.  Whether it is handed it at once, not at the next build."""
+        is_on_its_way = self._core.save_again(digest)
+        self.changed()
+        return is_on_its_way
+
     @property
     def snapshots(self) -> SavedStates:
         """What builds may be restored from."""

@@ -83,6 +83,13 @@ class Prefix:
         return f"{self.uid}-{self.revision}"
 
     @property
+    def state_digest(self) -> str:
+        """What saved state of it goes by.  Each tenant has its own: how long a build takes must not tell a tenant that
+        somebody else has built the same."""
+        content = self.recipe.content_sha256
+        return hashlib.sha256(f"{self.tenant}\0{content}".encode()).hexdigest() if self.tenant else content
+
+    @property
     def is_held(self) -> bool:
         return bool(self.name is not None or self.handles or self.waiters or self.requests or self.children)
 

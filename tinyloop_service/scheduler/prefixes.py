@@ -196,7 +196,7 @@ class PrefixStore:
         if not prefix.is_held and prefix.uid in self._by_uid:
             self.drop_pages(prefix)
             del self._by_uid[prefix.uid]
-            self._forget_snapshot(prefix.recipe.content_sha256)
+            self._forget_snapshot(prefix)
             self.changed[prefix.uid] = None
             if prefix.recipe.parent is not None:
                 del prefix.recipe.parent.children[prefix.uid]
@@ -304,8 +304,9 @@ class PrefixStore:
         building = {p.uid for p in self if p.state is PrefixState.BUILDING and p.sequence is not None}
         assert building == {p.uid for p in self.building.values()}
 
-    def _forget_snapshot(self, digest: str) -> None:
-        if self.snapshots.has(digest) and all(other.recipe.content_sha256 != digest for other in self):
+    def _forget_snapshot(self, prefix: Prefix) -> None:
+        digest, content = prefix.state_digest, (prefix.tenant, prefix.recipe.content_sha256)
+        if self.snapshots.has(digest) and all((p.tenant, p.recipe.content_sha256) != content for p in self):
             self.snapshots.gone(digest)
 
     def _pin(self, prefix: Prefix, pinned: bool) -> None:

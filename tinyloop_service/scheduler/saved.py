@@ -1,7 +1,7 @@
 """Saved state of prefixes, by what they are: builds start from it, and what is built is saved for those to come.
 
     built, worth it ──► wanted ──save, in a plan──► taken ──kept elsewhere──► offered ──► restored in place of a prefill
-                                                                  unwanted ◄── its last prefix is gone
+                            └────── lost: it could not be kept ◄──┘               unwanted ◄── its last prefix is gone
 
 In: digests, prefixes that were built, and state that somebody keeps.  Out: which to save, what to restore.  It refuses
 to know what a state is, and where it is kept.
@@ -54,30 +54,37 @@ class SavedStates:
 
     def state_for(self, prefix: Prefix) -> object | None:
         """What to restore it from; None: it has to be prefilled."""
-        return None if prefix.recipe.extent.window else self._states.get(prefix.recipe.content_sha256)
+        return None if prefix.recipe.extent.window else self._states.get(prefix.state_digest)
 
-    def built(self, prefix: Prefix) -> None:
-        """It is READY.  What has a name and never expires is worth saving; what slides is not saved."""
+    def built(self, prefix: Prefix) -> bool:
+        """It is READY.  What has a name and never expires is worth saving; what slides is not saved.  Whether it is."""
         lasts = prefix.name is not None and prefix.expire_time_ns is None and not prefix.recipe.extent.window
-        if self._keeps and lasts and not self.has(prefix.recipe.content_sha256):
+        is_wanted = self._keeps and lasts and not self.has(prefix.state_digest)
+        if is_wanted:
             self._wanted[prefix.uid] = prefix
+        return is_wanted
 
     def take_wanted(self) -> list[Prefix]:
         """Those to save now; their plan is on its way."""
-        wanted = [prefix for prefix in self._wanted.values() if prefix.state is PrefixState.READY]
+        wanted = []
+        for prefix in self._wanted.values():  # some have ended or gone since
+            if prefix.name is not None and prefix.state is PrefixState.READY and prefix.sequence is not None:
+                self._saving[prefix.sequence.id] = prefix
+                wanted.append(prefix)
         self._wanted.clear()
-        for prefix in wanted:
-            assert prefix.sequence is not None
-            self._saving[prefix.sequence.id] = prefix
         return wanted
 
     def taken(self, saved: Saved) -> str | None:
         """The digest of what a plan has saved; None if its name has ended since."""
         prefix = self._saving.pop(saved.seq, None)
-        if prefix is None or prefix.name is None or self.has(prefix.recipe.content_sha256):
+        if prefix is None or prefix.name is None or self.has(prefix.state_digest):
             return None
-        self._kept.add(prefix.recipe.content_sha256)
-        return prefix.recipe.content_sha256
+        self._kept.add(prefix.state_digest)
+        return prefix.state_digest
+
+    def lost(self, digest: str) -> None:
+        """What was taken could not be kept."""
+        self._kept.discard(digest)
 
     def failed(self, plan: Plan, digests: list[str]) -> None:
         """What the plan was to save is not saved; what it was to restore from, for `digests`, is not trusted again."""
