@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.errors import ModelFileError
+from tinyloop_service.files import open_file
 
 _MAX_HEADER_BYTES = 16 << 20  # a large model's header is some 10 KiB
 DTYPES: Mapping[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "U8": np.dtype("u1")}  # all that a .tinyloop file holds
@@ -48,7 +49,7 @@ def read_container(
 
     dtypes: what a tensor may be of, by the names of safetensors, and what that is for NumPy.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
             raise ModelFileError(f"{path.name} is {size} bytes long, too short for a model file")

@@ -28,6 +28,7 @@ import structlog
 
 from tinyloop_service import arguments
 from tinyloop_service.errors import InvalidArgument, RegistryUnavailable, TinyLoopError
+from tinyloop_service.files import read_file
 from tinyloop_service.registry.names import Names
 from tinyloop_service.text import Tokenizer
 from tinyloop_service.types import PrefixDefinition, TokenIds
@@ -95,7 +96,7 @@ async def _encode(prefix: FilePrefix, tokenizer: Tokenizer | None) -> TokenIds:
 
 
 def _parse(path: Path) -> Any:
-    content = path.read_bytes()
+    content = read_file(path)
     try:
         return json.loads(content) if path.suffix == ".json" else tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:  # not all that the two raise is an error of theirs
@@ -142,7 +143,7 @@ def _content(path: Path, key: str, value: object) -> str | TokenIds:
         content = arguments.text(value, key)
     else:
         try:
-            content = (path.parent / arguments.text(value, key)).read_bytes().decode()
+            content = read_file(path.parent / arguments.text(value, key)).decode()
         except UnicodeDecodeError:
             raise InvalidArgument(key, f"{value} is not UTF-8 text") from None
         except OSError as error:

@@ -19,6 +19,7 @@ import grpc
 import structlog
 
 from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.files import read_file
 from tinyloop_service.settings import ServerSettings
 
 _log = structlog.get_logger("tinyloop.tls")
@@ -102,7 +103,7 @@ def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | Non
 
 def _read(name: str, path: Path | None) -> bytes | None:
     try:
-        return None if path is None else path.read_bytes()
+        return None if path is None else read_file(path)
     except OSError as error:
         raise InvalidArgument(name, f"{path}: {error.strerror}; check the path") from None
 

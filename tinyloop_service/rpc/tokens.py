@@ -37,6 +37,7 @@ from typing import Any
 import structlog
 
 from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.files import read_file
 from tinyloop_service.rpc.caller import Caller, Right
 from tinyloop_service.settings import parse_integer
 from tinyloop_service.types import Quota
@@ -119,7 +120,7 @@ class TokensFile:
 
     def _read(self) -> bytes:
         try:
-            return self._path.read_bytes()
+            return read_file(self._path)
         except OSError as error:
             raise InvalidArgument(_FIELD, f"{self._path}: {error.strerror}; check the path") from None
 
