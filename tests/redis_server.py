@@ -45,7 +45,9 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"redis://127.0.0.1:{self._port}/0"
 
-    def start(self) -> None:
+    def start(self, folder: Path | None = None) -> None:
+        """`folder`: of older data, to go on from."""
+        self._folder = folder or self._folder
         options = {"port": self._port, "bind": "127.0.0.1", "dir": self._folder, "save": "", "daemonize": "no"}
         durable = {"appendonly": "yes", "appendfsync": "always"}
         words = [word for name, value in (options | durable).items() for word in (f"--{name}", str(value))]
@@ -55,6 +57,10 @@ class RedisServer:
             assert self._process.poll() is None, "redis-server ended at once"
             assert time.monotonic() < deadline, "redis-server does not answer"
             time.sleep(0.01)
+
+    def copy_data(self) -> Path:
+        """What is on disk now, in a folder of its own."""
+        return Path(shutil.copytree(self._folder, f"{self._folder}-older"))
 
     def kill(self) -> None:
         """As kill -9 does."""

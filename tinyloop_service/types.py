@@ -136,6 +136,10 @@ class PrefixRecord:
     def etag(self) -> str:
         return f"{self.uid}-{self.revision}"
 
+    def next_revision(self, now_ns: int) -> int:
+        """Of a change to it.  The time: a registry that lost its last changes must not see their etags again."""
+        return max(self.revision + 1, now_ns)
+
     def is_expired(self, now_ns: int) -> bool:
         return self.expire_time_ns is not None and self.expire_time_ns <= now_ns
 

@@ -1,4 +1,4 @@
-"""Names that last: one server and the next on a file, several on one Redis, and what holds while Redis is away."""
+"""Names that last: one server and the next on a file, several on one Redis."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import redis
-from redis_server import RedisServer, running_redis
-from rpc_harness import Served, collect, expected_tokens, ids, reason_of, serving, until
+from redis_server import RedisServer
+from replicas_harness import OTHER, PROMPT, Replicas, client_of, expected, generated, two, until_generates
+from rpc_harness import until
 
 from tinyloop_service.client import AsyncClient
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
@@ -28,34 +27,14 @@ from tinyloop_service.errors import (
     PrefixExpired,
     PrefixNotFound,
 )
-from tinyloop_service.pb import generation_pb2 as g
-from tinyloop_service.pb import prefix_pb2 as p
 from tinyloop_service.registry import Changes, mirror
 from tinyloop_service.registry.redis import RedisRegistry
 from tinyloop_service.settings import NamesSettings, SchedulerSettings
 from tinyloop_service.types import PrefixState
 
-PROMPT = tuple(range(1, 201))
-OTHER = tuple(range(200, 0, -1))
-
 
 def sqlite(path: Path) -> NamesSettings:
     return NamesSettings(registry=f"sqlite:///{path}/names.db")
-
-
-async def generated(client: AsyncClient, prefix: str, **options: Any) -> tuple[int, ...]:
-    completion = await client.complete(prefix=prefix, suffix=(7,), max_tokens=5, ignore_eos=True, **options)
-    return tuple(completion.token_ids)
-
-
-def expected(prompt: tuple[int, ...], loops: int = FAKE_LIMITS.default_loops) -> tuple[int, ...]:
-    return expected_tokens((*prompt, 7), 5, loops)
-
-
-@asynccontextmanager
-async def client_of(*args: Any, **options: Any) -> AsyncIterator[tuple[Served, AsyncClient]]:
-    async with serving(*args, **options) as served, served.client() as client:
-        yield served, client
 
 
 # ---- one server and the next
@@ -169,15 +148,6 @@ async def test_a_create_that_is_refused_after_its_claim_takes_it_back(
 # ---- replicas
 
 
-@dataclass(frozen=True)
-class Replicas:
-    a: AsyncClient
-    b: AsyncClient
-    served_a: Served
-    served_b: Served
-    names: NamesSettings
-
-
 _DATABASES: Iterator[int] = itertools.count()
 
 
@@ -188,12 +158,6 @@ def shared(redis_server: RedisServer) -> Iterator[NamesSettings]:
     with redis.Redis.from_url(url) as database:
         database.flushdb()
     yield NamesSettings(registry=url)
-
-
-@asynccontextmanager
-async def two(names: NamesSettings, **options: Any) -> AsyncIterator[Replicas]:
-    async with client_of(names=names, **options) as (sa, a), client_of(names=names, **options) as (sb, b):
-        yield Replicas(a, b, sa, sb, names)
 
 
 @pytest.fixture
@@ -334,12 +298,6 @@ async def test_a_build_that_fails_here_is_built_there(shared: NamesSettings) -> 
         await until_generates(b, "p", OTHER)
 
 
-async def until_generates(client: AsyncClient, name: str, prompt: tuple[int, ...]) -> None:
-    async with asyncio.timeout(20.0):
-        while await generated(client, name) != expected(prompt):
-            pass
-
-
 async def test_a_replica_with_less_memory_serves_a_pinned_name(shared: NamesSettings) -> None:
     small = FakeEngine(replace(FAKE_LIMITS, num_pages=40))
     tight = SchedulerSettings(pin_fraction=0.1)
@@ -373,55 +331,3 @@ async def test_a_damaged_record_is_named_and_harms_no_other(replicas: Replicas) 
         await generated(r.b, "p")
     assert [info.id for info in await r.b.list_prefixes()] == ["good"]
     assert await generated(r.b, "good") == expected(PROMPT)
-
-
-# ---- Redis is away
-
-
-async def test_while_redis_is_away_memory_serves_and_changes_fail(tmp_path: Path) -> None:
-    with running_redis(tmp_path) as server:
-        names = NamesSettings(registry=server.url)
-        async with client_of(names=names) as (served, client):
-            await client.create_prefix("p", PROMPT)
-            server.kill()
-            assert await generated(client, "p") == expected(PROMPT)
-            assert (await client.get_prefix("p")).state is PrefixState.READY
-            new, known = p.CreatePrefixRequest(prefix_id="new", input=ids(*OTHER)), "prefixes/p"
-            for call in (
-                served.prefixes.CreatePrefix(new),
-                served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id="p", input=ids(*PROMPT), pinned=True)),
-                served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id="child", input=ids(1), parent=known)),
-                served.prefixes.UpdatePrefix(p.UpdatePrefixRequest(prefix=p.Prefix(name=known, pinned=True))),
-                served.prefixes.DeletePrefix(p.DeletePrefixRequest(name=known)),
-                served.prefixes.GetPrefix(p.GetPrefixRequest(name="prefixes/unknown")),
-                served.prefixes.ListPrefixes(p.ListPrefixesRequest()),
-                collect(served.generation.Generate(g.GenerateRequest(prefix="prefixes/unknown", input=ids(1)))),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await call
-                assert reason_of(caught.value) == ("UNAVAILABLE", "REGISTRY_UNAVAILABLE")
-            assert await generated(client, "p") == expected(PROMPT)
-            assert await client.generate(PROMPT, max_tokens=1), "prompts without a name need no registry"
-            server.start()
-            assert [(info.id, info.pinned, info.expire_time) for info in await client.list_prefixes()] == [
-                ("p", False, None)
-            ]
-            await client.update_prefix("p", pinned=True)
-            await client.create_prefix("new", OTHER)
-            assert await generated(client, "new") == expected(OTHER)
-
-
-async def test_a_server_waits_for_a_redis_that_is_not_there_yet(tmp_path: Path) -> None:
-    with running_redis(tmp_path) as server:
-        server.kill()
-        names = NamesSettings(registry=server.url)
-        starting = asyncio.create_task(_first_words(names))
-        await asyncio.sleep(0)
-        await asyncio.to_thread(server.start)
-        assert await starting == expected(PROMPT)
-
-
-async def _first_words(names: NamesSettings) -> tuple[int, ...]:
-    async with client_of(names=names) as (_, client):
-        await client.create_prefix("p", PROMPT)
-        return await generated(client, "p")

@@ -220,7 +220,7 @@ class Names:
                 catalog, now_ns = self._scheduler.catalog, self._scheduler.now_ns()
                 catalog.check_update(tenant, name, expire_time_ns, pinned, etag, now_ns)
                 assert before is not None, "the core knows a name that the registry does not"
-                after = replace(before, revision=before.revision + 1)
+                after = replace(before, revision=before.next_revision(now_ns))
                 if not isinstance(expire_time_ns, Unchanged):
                     after = replace(after, expire_time_ns=expire_time_ns)
                 if not isinstance(pinned, Unchanged):

@@ -6,13 +6,17 @@ Keys of a realm R, all in one slot of a cluster; a member is TENANT NUL NAME:
     tinyloop:{R}:etags      hash   member → etag
     tinyloop:{R}:index      zset   members in the order of their bytes
     tinyloop:{R}:expiries   zset   member → expire time in ms, for `purge`
-    tinyloop:{R}:log        zset   member → number of its last change; the oldest are cut off
-    tinyloop:{R}:numbers    hash   last: number of the last change; cut: of the last one cut off
+    tinyloop:{R}:changes    zset   NUMBER NUL member → number, of the last MAX_LOG changes and the one before
     tinyloop:{R}:news       channel, told of each change
 
 Each change is one script, so it is whole or not at all.  How much "durable" means is Redis's own setting: with
 `appendonly yes` and `appendfsync always` an answered change has reached the disk.  A write is sent once: after a lost
 connection nobody knows what became of it, and the caller is told so.  A read is tried again on a new connection.
+
+A change's number is the time in µs, or one more than the last: so a Redis that was emptied, started with older data, or
+replaced by one that had not heard of the last changes never gives the number of a lost change to another.  A replica
+asks for what came after the last number that it saw.  Where that number is not among the changes, too old or lost, it
+is told to look at all names, so nothing that it knows of a lost change stays, however many were lost and made since.
 """
 
 from __future__ import annotations
@@ -45,28 +49,21 @@ _TIMEOUT_S = 1.0  # for a connection, and for an answer
 _CONNECTIONS = 16
 _PURGED_AT_ONCE = 1000
 _UNREACHABLE = "the server's registry of names does not answer; try again in a moment"
-_PARTS = ("records", "etags", "index", "expiries", "log", "numbers")
+_PARTS = ("records", "etags", "index", "expiries", "changes")
 _log = structlog.get_logger("tinyloop.registry")
 
 # KEYS: _PARTS.  Common to both changes: compare, count, tell.
 _COMPARE = """
 if (redis.call('HGET', KEYS[2], ARGV[1]) or '') ~= ARGV[2] then return 0 end
 """
-# The first number is the time in µs and counts as cut off: who has one of a Redis that was emptied looks at all names.
-_TELL = """
-if redis.call('HEXISTS', KEYS[6], 'last') == 0 then
-  local time = redis.call('TIME')
-  local start = time[1] .. string.format('%06d', time[2])
-  redis.call('HSET', KEYS[6], 'last', start, 'cut', start)
-end
-local number = redis.call('HINCRBY', KEYS[6], 'last', 1)
-redis.call('ZADD', KEYS[5], number, ARGV[1])
-local surplus = redis.call('ZCARD', KEYS[5]) - tonumber(ARGV[4])
-if surplus > 0 then
-  local cut = redis.call('ZRANGE', KEYS[5], surplus - 1, surplus - 1, 'WITHSCORES')
-  redis.call('HSET', KEYS[6], 'cut', cut[2])
-  redis.call('ZREMRANGEBYRANK', KEYS[5], 0, surplus - 1)
-end
+_LAST = """
+local last = tonumber(redis.call('ZREVRANGE', KEYS[5], 0, 0, 'WITHSCORES')[2] or 0)
+"""
+_TELL = f"""{_LAST}
+local time = redis.call('TIME')
+local number = string.format('%.0f', math.max(last + 1, time[1] * 1000000 + time[2]))
+redis.call('ZADD', KEYS[5], number, number .. '\\0' .. ARGV[1])
+redis.call('ZREMRANGEBYRANK', KEYS[5], 0, -2 - ARGV[4])
 redis.call('PUBLISH', ARGV[3], number)
 return 1
 """
@@ -89,13 +86,15 @@ for _, member in ipairs(members) do {_DROP.format("member")} end
 return #members
 """
 # ARGV: position, -1 for "now".  Answers: last, whether all may have changed, then member and etag of each that did.
-_CHANGES = """
+_CHANGES = f"""{_LAST}
 local since = tonumber(ARGV[1])
-local last = tonumber(redis.call('HGET', KEYS[6], 'last') or 0)
-if since < 0 or since == last then return {last, 0} end
-if since > last or since < tonumber(redis.call('HGET', KEYS[6], 'cut') or 0) then return {last, 1} end
-local answer = {last, 0}
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '(' .. ARGV[1], '+inf')) do
+if since < 0 or since == last then return {{last, 0}} end
+local found = redis.call('ZRANGEBYSCORE', KEYS[5], ARGV[1], '+inf')
+local seen = ARGV[1] .. '\\0'
+if string.sub(found[1] or '', 1, #seen) ~= seen then return {{last, 1}} end
+local answer = {{last, 0}}
+for i = 2, #found do
+  local member = string.match(found[i], '%z(.*)')
   answer[#answer + 1] = member
   answer[#answer + 1] = redis.call('HGET', KEYS[2], member) or ''
 end

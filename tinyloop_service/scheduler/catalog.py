@@ -69,7 +69,8 @@ class Catalog:
         prefix, recipe = self._check_create(definition, tenant, name, expire_time_ns, pinned, now_ns)
         if prefix is None:
             prefix = Prefix(self._prefixes.new_uid(), tenant, name, recipe, now_ns, now_ns, revision=0)
-        return replace(record_of(prefix), revision=prefix.revision + 1, expire_time_ns=expire_time_ns, pinned=pinned)
+        record = record_of(prefix)
+        return replace(record, revision=record.next_revision(now_ns), expire_time_ns=expire_time_ns, pinned=pinned)
 
     def create(
         self,
