@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from command_harness import TIMEOUT_S, Done, clean_environment, tinyloop
 
+from tinyloop_service import plotting
 from tinyloop_service.cli import evaluate as command
-from tinyloop_service.evaluate import plot as plotting
 from tinyloop_service.evaluate.rounding import ModelForward
 
 TEXT = "And God said, Let there be light: and there was light. — “Good.”\n" * 3

@@ -11,8 +11,9 @@ from rich.console import Console
 from small_models import TEXT, model, small_report
 
 from tinyloop_service.evaluate import NamedModel, Options, Report, evaluate
-from tinyloop_service.evaluate.plot import can_plot, draw
+from tinyloop_service.evaluate.plot import draw
 from tinyloop_service.evaluate.report import as_dict, growth_sentences, percent, render, signed
+from tinyloop_service.plotting import can_plot
 
 
 def printed(report: Report) -> str:

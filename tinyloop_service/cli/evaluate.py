@@ -133,7 +133,8 @@ def evaluate(
 
 def _check_outputs(save: Path | None, plot: Path | None) -> None:
     """Before minutes are spent; and a forgotten value may not cost a model file."""
-    from tinyloop_service.evaluate.plot import FORMATS, can_plot
+    from tinyloop_service.evaluate.plot import FORMATS
+    from tinyloop_service.plotting import can_plot
 
     if save is not None:
         _check_output("--save", save, ("json",))

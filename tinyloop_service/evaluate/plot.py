@@ -1,42 +1,24 @@
 """A report as a picture: bits per byte, what each row adds to the reference, and how far its state is from it.
 
 In: a `Report` and a format.  Out: the bytes of an image.  Needs matplotlib (the extra `plot`), which is imported only
-when something is drawn.  Colours are Okabe and Ito's, which colour-blind readers tell apart, and every line has a
-marker of its own; int8 activations are dotted, caches dashed.
+when something is drawn.  int8 activations are dotted, caches dashed.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from tinyloop_service.evaluate.report import label
 from tinyloop_service.evaluate.run import Report, Row
+from tinyloop_service.plotting import COLOURS, GREY, MARKERS, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMATS = ("svg", "png", "pdf")
-_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_MARKERS = "osD^vPX*"
-_GREY = "#555555"
 _ASIDE = 0.5  # loops over which the error bars of a depth are spread, so that they do not hide each other
-_STYLE: Any = {
-    "axes.edgecolor": _GREY,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "font.size": 9,
-    "svg.hashsalt": "tinyloop",  # one report, one file
-}
-
-
-def can_plot() -> bool:
-    return find_spec("matplotlib") is not None
 
 
 def draw(report: Report, image_format: str) -> bytes:
@@ -45,7 +27,7 @@ def draw(report: Report, image_format: str) -> bytes:
     from matplotlib.figure import Figure
 
     compared = [row for row in report.rows if not row.is_reference]
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         num_panels = 3 if compared else 1
         figure = Figure(figsize=(4.3 * num_panels, 4.2), layout="constrained")
         panels = figure.subplots(1, num_panels, squeeze=False)[0]
@@ -70,8 +52,8 @@ def _look(report: Report, row: Row) -> dict[str, Any]:
     dotted = ":" if row.rounding.activations == "int8" else "-"
     return {
         "label": label(row) + (" (second halves)" if row.span == "second half" else ""),
-        "color": _COLOURS[index % len(_COLOURS)],
-        "marker": _MARKERS[index % len(_MARKERS)],
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": MARKERS[index % len(MARKERS)],
         "markerfacecolor": "none",
         "markersize": 5,
         "linestyle": "--" if row.span == "second half" else dotted,
@@ -88,7 +70,7 @@ def _draw_bits(axes: Axes, report: Report) -> None:
 
 def _draw_added(axes: Axes, report: Report, rows: Sequence[Row]) -> None:
     axes.set(title="More than the reference", ylabel="added bits per byte, ± standard error")
-    axes.axhline(0, color=_GREY, linewidth=0.8)
+    axes.axhline(0, color=GREY, linewidth=0.8)
     _depth_axis(axes, "loops", report.depths)
     for place, row in enumerate(rows):
         quality, aside = row.quality, _ASIDE * ((place + 0.5) / len(rows) - 0.5)
