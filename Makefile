@@ -35,7 +35,7 @@ help:
 	@echo
 	@echo "on a machine with an NVIDIA GPU (CUDA=12 for a driver of CUDA 12); results in $(GPU_RESULTS):"
 	@echo "make test-gpu      kernels and engine on the GPU"
-	@echo "make bench-gpu     every kernel, steps, prefills; NO_CACHE and SHARED in process and through gRPC"
+	@echo "make bench-gpu     every kernel, steps, prefills; NO_CACHE and SHARED in process and through gRPC; how costs grow"
 	@echo "make sanitize-gpu  compute-sanitizer, memcheck and racecheck, over small cases"
 
 demo: $(RUN_READY)
@@ -99,7 +99,7 @@ test-gpu: $(GPU_READY)
 	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) kernels engine
 
 bench-gpu: $(GPU_READY)
-	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) bench-kernels bench-prefix
+	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) bench-kernels bench-prefix bench-scaling
 
 sanitize-gpu: $(GPU_READY)
 	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) sanitize

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+from scaling_report import Fit, Series
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -47,6 +50,35 @@ def test_cache_modes_side_by_side() -> None:
     pages = 2 * 10  # two blocks of ten layers
     assert lines["fp16"][1] == f"{pages * 64 * 384 * 4 / 2**20:.2f} MiB", "K and V of 384 values, fp16"
     assert lines["h-int4"][1] == f"{pages * 64 * (192 + 6 * 4) / 2**20:.2f} MiB", "six groups of 64 channels"
+
+
+def test_scaling_along_every_axis(tmp_path: Path) -> None:
+    points = {"prefix": "64 128 192", "rows": "1 2 3", "loops": "1 2 3", "prefixes": "1 2 3", "names": "50 55 60"}
+    asked = [word for axis, values in points.items() for word in (f"--{axis}", *values.split())]
+    small = ("--model", "tiny", "--prefix-len", "64", "--budget", "0", *asked)
+    printed, measured = run("bench_scaling.py", tmp_path / "out.json", *small)
+    series = {(each["axis"], each["name"]): each for each in measured["series"]}
+    assert {axis for axis, _ in series} == points.keys()
+    for each in series.values():
+        assert list(each["median"]) == points[each["axis"]].split(), "three points are measured whatever the budget"
+        assert all(value > 0 for value in each["median"].values())
+    step, a_token = (series["rows", name]["median"] for name in ("decode step", "decode, a token"))
+    assert {rows: a_token[rows] * int(rows) for rows in a_token} == pytest.approx(step)
+    assert series["rows", "decode, a token"]["fit"] is None, "a hyperbola"
+    assert series["names", "get"]["fit"].keys() == {"at_zero", "slope", "slope_error"}
+    assert "names, fake engine, through gRPC" in printed
+    picture = (tmp_path / "out.svg").read_text()
+    assert all(f"<!-- {name} -->" in picture for _, name in series)
+
+
+def test_a_line_through_points_and_its_doubt() -> None:
+    exact = Series("a", "tokens", "step", "ms", 1000, {x: [5 + 0.002 * x] for x in (100, 200, 400)})
+    assert exact.fit == Fit(pytest.approx(5), pytest.approx(0.002), pytest.approx(0, abs=1e-9))
+    noisy = Series("a", "tokens", "step", "ms", 1000, {100: [5.0, 5.6, 5.4], 200: [5.0], 400: [6.1]})
+    assert noisy.medians == {100: 5.4, 200: 5.0, 400: 6.1}
+    said = "step: 4.84 ms + 2.69 ± 2.63 ms per 1000 tokens; from 100 to 400 tokens × 1.16 ± 0.15"
+    assert noisy.sentence() == said
+    assert Series("a", "tokens", "step", "ms", 1000, {100: [1.0], 200: [2.0]}).fit is None
 
 
 def test_what_watching_costs() -> None:
