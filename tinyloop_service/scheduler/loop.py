@@ -1,9 +1,10 @@
-"""The scheduler: an asyncio shell around the pure core, and the facade that everything above it calls.
+"""The scheduler: the facade on an event loop that everything above it calls.
 
-In: definitions, requests, names.  Out: snapshots, streams, errors.  It refuses to decide anything: the core does, and
-this file carries plans to the engine's thread and results back.
+In: definitions, requests, names.  Out: snapshots, streams, errors.  It refuses to decide anything, the core does; and to
+carry plans and results, `cycle` does.
 
-    callers ──► core ──plan──► engine thread ──pending──► waiting thread ──result──► core ──events──► streams, …
+    callers ──► core ◄──► cycle ◄──► the engine's threads
+                 └──events──► delivery ──► streams, waiters, watchers
 
 All of it runs on one event loop, except what `engine_threads` has.  Times are nanoseconds since the Unix epoch, by one
 clock that never goes back.
@@ -13,21 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
 
 import structlog
 
-from tinyloop_service.engine.api import Engine, Plan, StepResult
-from tinyloop_service.errors import DeviceLost, Draining, EngineFault, ModelClosed, TinyLoopError
+from tinyloop_service.engine.api import Engine
+from tinyloop_service.errors import DeviceLost, Draining, ModelClosed, TinyLoopError
 from tinyloop_service.observer import EPOCH_NS, UNWATCHED, Observer
 from tinyloop_service.scheduler.adoption import Adoption
 from tinyloop_service.scheduler.catalog import UNCHANGED, Catalog, Unchanged
 from tinyloop_service.scheduler.core import Core
+from tinyloop_service.scheduler.cycle import Cycle
 from tinyloop_service.scheduler.delivery import Delivery
-from tinyloop_service.scheduler.engine_threads import EngineThreads, NotRun
 from tinyloop_service.scheduler.request import Counters
 from tinyloop_service.scheduler.saved import Keeper, SavedStates
 from tinyloop_service.scheduler.stream import Stream
@@ -38,7 +36,6 @@ from tinyloop_service.types import GenerationRequest, Load, PrefixDefinition, Pr
 __all__ = ["UNCHANGED", "Scheduler", "Unchanged"]
 
 _log = structlog.get_logger(__name__)
-_Flight = tuple[Plan, int, asyncio.Future[Future[StepResult]]]  # since when; what submitting and then waiting give
 
 
 class Scheduler:
@@ -56,33 +53,25 @@ class Scheduler:
         self.tokenizer = tokenizer
         self.observer = observer
         self.engine_name = engine.name
-        self.fault: DeviceLost | None = None
-        self._settings = settings
         self._core = Core(engine.limits, settings)
         self._delivery = Delivery(self._core, settings.stream_interval_ns, observer)
         self._epoch_ns = EPOCH_NS
-        self._threads = EngineThreads(engine)
-        self._in_flight: deque[_Flight] = deque()
-        self._free_ns = 0  # when the engine was done with the last plan
+        self._cycle = Cycle(engine, self._core, self._delivery, observer, settings.plans_in_flight, self.now_ns)
         self._task: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
-        self._drained = asyncio.Event()
-        self._faulted = asyncio.Event()
-        self._is_draining = self._is_closed = False
+        self._is_closed = False
         self.is_stopped = False  # closed, and the engine's thread has ended
 
     # ---- lifetime
 
     async def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = asyncio.get_running_loop().create_task(self._cycle.run())
 
     async def drain(self, grace_s: float) -> None:
         """Refuse what is new; return when all that was taken has ended, or after `grace_s`."""
         self._core.refuse(Draining("the server is draining; try another replica"))
-        self._is_draining = True
-        self._wake.set()
+        self._cycle.drain()
         try:
-            await asyncio.wait_for(self._drained.wait(), grace_s)
+            await asyncio.wait_for(self._cycle.drained.wait(), grace_s)
         except TimeoutError:
             _log.warning("drain ran out of time", requests=self._delivery.num_streams)
         else:
@@ -100,16 +89,22 @@ class Scheduler:
             self._core.abort(ModelClosed())
         self.changed()
         self._delivery.fail_all(ModelClosed())  # watchers, who wait for no work
-        # 2. the loop lets the plans in flight finish, for a step cannot be interrupted
+        # 2. the plans in flight finish
+        self._cycle.stop()
         if self._task is not None:
             await self._task
-        # 3. the engine closes on the thread that ran it; both threads end
-        await self._threads.close()
+        # 3. the engine closes
+        await self._cycle.close()
         self.is_stopped = True
+
+    @property
+    def fault(self) -> DeviceLost | None:
+        """Why nothing runs any more."""
+        return self._cycle.fault
 
     async def wait_fault(self) -> None:
         """Return when the device is lost."""
-        await self._faulted.wait()
+        await self._cycle.faulted.wait()
 
     def now_ns(self) -> int:
         """The one clock by which prefixes expire: it started with the wall clock and never jumps."""
@@ -236,106 +231,10 @@ class Scheduler:
         """Token counts since the start; read only."""
         return self._core.counters
 
-    # ---- the loop
-
-    async def _run(self) -> None:
-        try:
-            while True:
-                self._submit_plans()
-                if self._in_flight:
-                    await self._settle(*self._in_flight.popleft())
-                elif self._is_closed:
-                    return
-                else:
-                    await self._sleep()
-        except Exception:  # a bug of ours: nobody must hang
-            _log.exception("the scheduler's loop failed")
-            self._give_up(DeviceLost("the scheduler failed; the process must be started again"))
-
-    def _submit_plans(self) -> None:
-        while not self._threads.submit_failed and len(self._in_flight) < self._settings.plans_in_flight:
-            plan = self._core.plan(self.now_ns())
-            self._delivery.deliver()
-            if plan is None:
-                return
-            self._send(plan)
-
-    def _send(self, plan: Plan) -> None:
-        self._in_flight.append((plan, self.now_ns(), self._threads.submit(plan)))
-
-    async def _settle(self, plan: Plan, sent_ns: int, submitted: asyncio.Future[Future[StepResult]]) -> None:
-        """Apply what became of the oldest plan in flight."""
-        try:
-            waiting = await submitted
-        except NotRun:
-            self._threads.submit_failed = False
-            if self.fault is None:
-                self._send(self._core.amend(plan))
-            return
-        except Exception as error:
-            self._threads.submit_failed = bool(self._in_flight)  # the plan behind it was not submitted; it clears this
-            self._fail(plan, error)
-        else:
-            await self._take_result(plan, sent_ns, waiting)
-        self._delivery.deliver()
-
-    async def _take_result(self, plan: Plan, sent_ns: int, waiting: Future[StepResult]) -> None:
-        try:
-            result = await asyncio.wrap_future(waiting)
-        except Exception as error:
-            self._fail(plan, error)  # the plan behind it runs as it was submitted
-            return
-        now_ns = self.now_ns()
-        step_ns = now_ns - max(sent_ns, self._free_ns)
-        self.observer.step(plan.num_rows, plan.num_steps, plan.num_prompt_tokens, step_ns)
-        self._free_ns = now_ns
-        self._core.commit(plan, result, now_ns)
-
-    def _fail(self, plan: Plan, error: Exception) -> None:
-        if self.fault is not None:  # a plan behind the one that lost the device
-            return
-        if isinstance(error, DeviceLost):
-            _log.error("device lost", plan=plan.number)
-            self._lose(error)
-            return
-        if not isinstance(error, EngineFault):
-            _log.error("unexpected error in an engine step", plan=plan.number, exc_info=error)
-            error = EngineFault("the engine failed in a step; the request may be tried again")
-        if not plan.sequences():  # an engine that cannot even forget would be asked the same for ever
-            _log.error("the engine fails without work", plan=plan.number)
-            self._lose(DeviceLost("the engine cannot run any more; the process must be started again"))
-            return
-        self._core.fail(plan, error)
-
-    def _lose(self, error: DeviceLost) -> None:
-        self.fault = error
-        self._core.lose(error)
-        self._delivery.deliver()
-        self._faulted.set()
-
-    def _give_up(self, error: DeviceLost) -> None:
-        """The core cannot be trusted any more; tell everybody without it."""
-        self.fault = error
-        self._core.refuse(error)
-        self._delivery.fail_all(error)
-        self._drained.set()
-        self._faulted.set()
-
-    async def _sleep(self) -> None:
-        """Until somebody calls, or the core has something to do by itself."""
-        if self._is_draining and self._core.is_idle:
-            self._drained.set()
-        wake_ns = self._core.next_wake_ns
-        delay_s = None if wake_ns is None else max(0.0, (wake_ns - self.now_ns()) / 1e9)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(delay_s):
-                await self._wake.wait()
-        self._wake.clear()
-
     def changed(self) -> None:
         """Somebody has talked to the core: tell who waits for it, and go on."""
         self._delivery.deliver()
-        self._wake.set()
+        self._cycle.wake()
 
     def _peek(self, uid: str) -> PrefixInfo:
         info = self._core.catalog.peek(uid)
