@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, Process
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
@@ -34,6 +34,7 @@ sys.path[:0] = [str(HERE), str(HERE / "rpc")]
 from name_ledger import NEW_TOKENS, SUFFIX, Gone, Name, State  # noqa: E402
 from redis_server import RedisServer, running_redis  # noqa: E402
 from rpc_harness import ids  # noqa: E402
+from server_process import NO_RETRIES, start_server  # noqa: E402
 
 from tinyloop_service.pb import generation_pb2 as g  # noqa: E402
 from tinyloop_service.pb import generation_pb2_grpc, prefix_pb2_grpc  # noqa: E402
@@ -44,7 +45,6 @@ STEP_S = 0.002  # of the engine, so that a kill often meets a build
 LONGEST = 600  # tokens of a content; a plan prefills 256
 LEAST_S, MOST_S = 0.02, 0.8  # from the start of the load to the kill
 SETTLE_S = 20.0  # for a replica that lived on to notice that Redis is back
-_NO_RETRIES = (("grpc.enable_retries", 0),)
 
 
 @dataclass
@@ -57,20 +57,12 @@ class Replica:
     channel: grpc.aio.Channel | None = None
 
     async def start(self) -> None:
-        command = (
-            sys.executable,
-            str(HERE / "rpc" / "names_server.py"),
-            self.registry,
-            str(STEP_S),
-            str(self.snapshots),
-        )
-        self.process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
-        assert self.process.stdout is not None
-        words = (await asyncio.wait_for(self.process.stdout.readline(), 60.0)).decode().split()
-        assert words[:1] == ["serving"], "the server did not come up again"
+        settings = {"registry": self.registry, "snapshot_dir": self.snapshots, "log_level": "error"}
+        running = await start_server(STEP_S, log=DEVNULL, **settings)
+        self.process = running.process
         if self.channel is not None:
             await self.channel.close()
-        self.channel = grpc.aio.insecure_channel(words[1], options=_NO_RETRIES)
+        self.channel = grpc.aio.insecure_channel(running.address, options=NO_RETRIES)
 
     async def kill(self) -> None:
         """kill -9.  Calls in flight find out by themselves."""

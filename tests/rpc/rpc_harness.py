@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import grpc
+import pytest
 import tokenizers
 from google.rpc import error_details_pb2, status_pb2
 from tokenizers import decoders, models, pre_tokenizers
@@ -156,6 +157,13 @@ def ids(*tokens: int) -> input_pb2.Input:
 async def collect(call: Any) -> list[Any]:
     """All messages of a stream."""
     return [message async for message in call]
+
+
+async def refusal(call: Any) -> grpc.aio.AioRpcError:
+    """The status that a call, unary or a stream, ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (collect(call) if hasattr(call, "__aiter__") else call)
+    return caught.value
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
-from rpc_harness import Served, collect, expected_tokens, field_of, ids, reason_of, serving
+from rpc_harness import Served, collect, expected_tokens, field_of, ids, reason_of, refusal, serving
 
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import input_pb2, model_pb2
@@ -78,12 +78,6 @@ REFUSED: list[tuple[g.GenerateRequest, str]] = [
         "create_if_missing.build_async",
     ),
 ]
-
-
-async def refusal(call: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (collect(call) if hasattr(call, "__aiter__") else call)
-    return caught.value
 
 
 async def test_every_bound_is_kept_and_named_before_any_work(served: Served) -> None:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 import threading
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from rpc_harness import CONFIG, SERVER, Served, collect, expected_tokens, ids, reason_of, serving, until
+from rpc_harness import CONFIG, SERVER, Served, collect, expected_tokens, ids, reason_of, refusal, serving, until
+from server_process import NO_RETRIES, NOT_SERVING, SERVING, health, server_process
 
 from tinyloop_service.app import App, LoadedModel
 from tinyloop_service.engine.api import Plan
@@ -28,30 +24,17 @@ from tinyloop_service.errors import DeviceLost, EngineFault, InvalidArgument, Mo
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import generation_pb2_grpc, model_pb2, model_pb2_grpc
 from tinyloop_service.pb import prefix_pb2 as p
+from tinyloop_service.pb import prefix_pb2_grpc
 from tinyloop_service.rpc.health import READY_SERVICE
 from tinyloop_service.rpc.server import SERVICES
 from tinyloop_service.rpc.status import DETAILS_KEY
 from tinyloop_service.settings import SchedulerSettings, Settings
 
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 WITH_HEALTH = replace(SERVER, health_listen="127.0.0.1:0")
-NO_RETRIES = (("grpc.enable_retries", 0),)
 
 
 def request(*tokens: int, max_tokens: int = 50) -> g.GenerateRequest:
     return g.GenerateRequest(input=ids(*(tokens or (1, 2))), max_tokens=max_tokens, ignore_eos=True)
-
-
-async def health(address: str, service: str = READY_SERVICE) -> int:
-    async with grpc.aio.insecure_channel(address) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check
-        return (await check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status  # type: ignore[no-any-return]
-
-
-async def refusal(call: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (collect(call) if hasattr(call, "__aiter__") else call)
-    return caught.value
 
 
 async def test_a_server_listens_while_it_warms_up() -> None:
@@ -263,44 +246,27 @@ async def test_a_lost_device_ends_the_server_with_status_1() -> None:
         assert await running == 1
 
 
-@asynccontextmanager
-async def process(grace_s: float, step_s: float, load_s: float = 0.0) -> AsyncIterator[tuple[Process, str, str]]:
-    """A server process of its own; its address and its health address, empty if it still loads."""
-    script = Path(__file__).with_name("fake_server.py")
-    times = map(str, (grace_s, step_s, load_s))
-    started = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), *times, stdout=PIPE, stderr=PIPE, cwd=script.parent
-    )
-    assert started.stdout is not None
-    try:
-        async with asyncio.timeout(60):
-            assert await started.stdout.readline() == b"listening\n"
-            words = ["", "", "", ""] if load_s else (await started.stdout.readline()).decode().split()
-        yield started, words[1], words[3]
-    finally:
-        if started.returncode is None:
-            started.kill()
-        await started.communicate()
-
-
 async def test_sigterm_under_load_finishes_running_streams_and_exits_0() -> None:
-    async with process(grace_s=60, step_s=0.02) as (server, address, health_address):
-        async with grpc.aio.insecure_channel(address, NO_RETRIES) as channel:
+    """T23."""
+    async with server_process(step_s=0.02, drain_grace_s=60) as server:
+        async with grpc.aio.insecure_channel(server.address, NO_RETRIES) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             calls = [stub.Generate(request(i, max_tokens=40)) for i in range(1, 9)]
             streams = [asyncio.create_task(collect(call)) for call in calls]
             load = model_pb2_grpc.ModelServiceStub(channel).GetLoad
             while (await load(model_pb2.GetLoadRequest())).rows_running < 8:
                 pass
-            server.send_signal(signal.SIGTERM)
-            while await health(health_address) == SERVING:
+            server.process.send_signal(signal.SIGTERM)
+            while await health(server.health_address) == SERVING:
                 pass
-            assert (await refusal(stub.Generate(request()))).code() is grpc.StatusCode.UNAVAILABLE
+            create = prefix_pb2_grpc.PrefixServiceStub(channel).CreatePrefix(p.CreatePrefixRequest(input=ids(1)))
+            for new in (stub.Generate(request()), create):
+                assert reason_of(await refusal(new)) == ("UNAVAILABLE", "DRAINING")
             for i, messages in enumerate(await asyncio.gather(*streams), 1):
                 assert tuple(t for m in messages for t in m.delta.token_ids) == expected_tokens((i,), 40)
         async with asyncio.timeout(30):
-            _, log = await server.communicate()
-        assert server.returncode == 0
+            _, log = await server.process.communicate()
+        assert server.process.returncode == 0
         lines = [json.loads(line) for line in log.decode().splitlines()]
         answered = [line for line in lines if line["event"] == "answered" and line["method"] == "Generate"]
         assert len(answered) == 8 and len({line["request_id"] for line in answered}) == 8
@@ -308,41 +274,42 @@ async def test_sigterm_under_load_finishes_running_streams_and_exits_0() -> None
 
 
 async def test_a_second_signal_does_not_wait_for_running_streams() -> None:
-    async with process(grace_s=3600, step_s=0.2) as (server, address, health_address):
-        channel = grpc.aio.insecure_channel(address, NO_RETRIES)
-        async with channel:
-            stream = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request(max_tokens=2000))
-            await stream.read()
-            server.send_signal(signal.SIGTERM)
-            while await health(health_address) == SERVING:
-                pass
-            server.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(30):
-                assert await server.wait() == 1
-            assert await stream.code() is not grpc.StatusCode.OK
+    async with (
+        server_process(step_s=0.2, drain_grace_s=3600) as server,
+        grpc.aio.insecure_channel(server.address, NO_RETRIES) as channel,
+    ):
+        stream = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request(max_tokens=2000))
+        await stream.read()
+        server.process.send_signal(signal.SIGTERM)
+        while await health(server.health_address) == SERVING:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            assert await server.process.wait() == 1
+        assert await stream.code() is not grpc.StatusCode.OK
 
 
 async def test_a_step_that_never_ends_does_not_keep_the_process_after_a_second_signal() -> None:
     async with (
-        process(grace_s=3600, step_s=3600) as (server, address, health_address),
-        grpc.aio.insecure_channel(address, NO_RETRIES) as channel,
+        server_process(step_s=3600, drain_grace_s=3600) as server,
+        grpc.aio.insecure_channel(server.address, NO_RETRIES) as channel,
     ):
         stream = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request())
         load = model_pb2_grpc.ModelServiceStub(channel).GetLoad
         while (await load(model_pb2.GetLoadRequest())).rows_running < 1:
             pass
-        server.send_signal(signal.SIGTERM)
-        while await health(health_address) == SERVING:
+        server.process.send_signal(signal.SIGTERM)
+        while await health(server.health_address) == SERVING:
             pass
-        server.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(30):
-            assert await server.wait() == 1
+            assert await server.process.wait() == 1
         await refusal(stream)
 
 
 async def test_a_signal_while_the_model_loads_ends_the_process_with_0() -> None:
-    async with process(grace_s=3600, step_s=0, load_s=3600) as (server, _, _):
-        server.send_signal(signal.SIGTERM)
+    async with server_process(load_s=3600, drain_grace_s=3600) as server:
+        server.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(30):
-            _, log = await server.communicate()
-        assert server.returncode == 0 and json.loads(log.decode().splitlines()[-1])["event"] == "stopped"
+            _, log = await server.process.communicate()
+        assert server.process.returncode == 0 and json.loads(log.decode().splitlines()[-1])["event"] == "stopped"

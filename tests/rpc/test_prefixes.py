@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from typing import Any
 
-import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
-from rpc_harness import Served, collect, expected_tokens, field_of, ids, reason_of, serving, until
+from rpc_harness import Served, collect, expected_tokens, field_of, ids, reason_of, refusal, serving, until
 
 from tinyloop_service.client.calls import UNSET
 from tinyloop_service.engine.fake import FakeEngine
@@ -32,12 +30,6 @@ from tinyloop_service.types import PrefixState
 
 PROMPT = tuple(range(1, 201))
 Gated = tuple[Served, threading.Event]
-
-
-async def refusal(call: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
 
 
 async def test_a_created_prefix_is_described_in_full(served: Served) -> None:

@@ -14,10 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import grpc
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
-from rpc_harness import Served, collect, ids, reason_of, serving
+from rpc_harness import Served, ids, reason_of, refusal, serving
 from tenants_harness import ADMIN, A, B, bearer, write_tokens
 
 import tinyloop_service
@@ -84,12 +83,6 @@ CALLS: dict[str, Callable[[Served, str], Any]] = {
         g.GenerateUnaryRequest(generation=generate(name)), metadata=bearer(B)
     ),
 }
-
-
-async def refusal(call: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (collect(call) if hasattr(call, "__aiter__") else call)
-    return caught.value
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
