@@ -38,6 +38,7 @@ def test_two_processes_share_their_names(tiny: Path, redis_server: RedisServer, 
 
 
 def test_a_killed_server_s_names_and_state_are_there_for_the_next(tiny: Path, tmp_path: Path) -> None:
+    """T17: and state that is damaged is refused, and gives the same answer by a prefill."""
     kept = tmp_path / "snapshots"
     options = ("--model", tiny, "--registry", f"sqlite:///{tmp_path}/names.db", "--snapshot-dir", kept)
     request = ("generate", "--prefix", "p", " And", "--max-tokens", "8", "--ignore-eos", "--logprobs", "3", "--json")
@@ -52,6 +53,19 @@ def test_a_killed_server_s_names_and_state_are_there_for_the_next(tiny: Path, tm
         for part in ("token_ids", "logprobs"):
             assert again["choices"][0][part] == said["choices"][0][part]
         assert again["usage"] == said["usage"], "as many cached tokens: nothing of the prefix was computed"
+        second.stop(signal.SIGKILL)
+    [snapshot] = kept.glob("*.safetensors")
+    whole = snapshot.read_bytes()
+    snapshot.unlink()
+    snapshot.write_bytes(whole[: len(whole) // 2])
+    with serving(*options) as third:
+        prefilled = third.run(*request).json
+        for part in ("token_ids", "logprobs"):
+            assert prefilled["choices"][0][part] == said["choices"][0][part]
+        assert prefilled["usage"]["cached_tokens"] == 0
+        eventually(lambda: snapshot.read_bytes() == whole)
+        third.stop()
+        assert third.process.stderr is not None and "snapshot refused" in third.process.stderr.read()
 
 
 def test_a_registry_that_cannot_be_is_one_clear_error(tiny: Path) -> None:

@@ -35,7 +35,7 @@ class ServerProcess:
 async def start_server(
     step_s: float = 0.0, load_s: float = 0.0, *, log: int = PIPE, **settings: object
 ) -> ServerProcess:
-    """`settings`: fields of the server's settings; `log`: where its log goes.  Ready, or with `load_s` about to load."""
+    """`settings`: fields of the server's; `log`: where its log goes.  It is ready, or with `load_s` about to load."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TINYLOOP_")}
     given = {f"TINYLOOP_{name.upper()}": str(value) for name, value in {**_SETTINGS, **settings}.items()}
     command = (sys.executable, str(_SCRIPT), str(step_s), str(load_s))

@@ -22,9 +22,8 @@ from tinyloop_service.engine.api import Plan
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.errors import DeviceLost, EngineFault, InvalidArgument, ModelFileError
 from tinyloop_service.pb import generation_pb2 as g
-from tinyloop_service.pb import generation_pb2_grpc, model_pb2, model_pb2_grpc
+from tinyloop_service.pb import generation_pb2_grpc, model_pb2, model_pb2_grpc, prefix_pb2_grpc
 from tinyloop_service.pb import prefix_pb2 as p
-from tinyloop_service.pb import prefix_pb2_grpc
 from tinyloop_service.rpc.health import READY_SERVICE
 from tinyloop_service.rpc.server import SERVICES
 from tinyloop_service.rpc.status import DETAILS_KEY
