@@ -82,7 +82,7 @@ def phase(way: Way, rate: float) -> Phase:
             served, served * NEW_TOKENS, served * PROMPT, kept or 0.0, round((kept or 0.0) / rate, 3)
         ),
         cached_token_rate=0.93 if way is Way.SHARED else 0.0,
-        builds=Builds(4, 4 * 1024, 400.0, 430.0) if way is Way.SHARED else None,
+        builds=None,
         errors=errors if failed else (),
         lag=Lag(distribution(0.2, 1.5, 3000), distribution(0.3, 1.6, offered), 0.12, None),
         series=tuple(second(way, rate, at) for at in range(1, SECONDS + 1)),
@@ -135,6 +135,7 @@ def example() -> Result:
         phases=tuple(phase(way, rate) for rate in RATES for way in Way),
         comparisons=tuple(map(comparison, RATES)),
         economy=Economy(1024, 76, NEW_TOKENS, 400.0, 440.0, 820.0, 400.0 / 380.0),
+        setup=Builds(4, 4 * 1024, 400.0, 430.0),
         sweeps=(
             Sweep(Way.SHARED, 6.0, 6.0, phase(Way.SHARED, 6.0).throughput.goodput_per_s, 0.9),
             Sweep(Way.NO_SHARE, 2.0, None, None, 0.9),

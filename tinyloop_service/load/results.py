@@ -94,7 +94,8 @@ class ErrorCount:
 
 @dataclass(frozen=True, slots=True)
 class Builds:
-    """Prefixes that the harness created, warm-up included; as the caller of create saw it."""
+    """Prefixes that the harness made, as the caller of create saw it; in a phase: those made again after their end, and
+    those that the workload builds meanwhile (without sharing: prompts as long), warm-up included."""
 
     count: int
     tokens: int
@@ -228,6 +229,7 @@ class Result:
     phases: tuple[Phase, ...]  # in the order they ran
     comparisons: tuple[Comparison, ...] = ()
     economy: Economy | None = None
+    setup: Builds | None = None  # prefixes made before the first phase, one after the other
     sweeps: tuple[Sweep, ...] = ()
     verification: Verification | None = None
 
