@@ -22,9 +22,10 @@ from test_cuda_modes import KINDS, OPTIONS, shared_engine
 from test_small_cases import PLAIN
 
 from tinyloop_service.completion import CompletionBuilder
-from tinyloop_service.engine.api import Plan
+from tinyloop_service.engine.api import Drop, Plan
 from tinyloop_service.engine.cache_modes import H_MODES, page_bytes
 from tinyloop_service.engine.cuda import CudaEngine
+from tinyloop_service.engine.cuda.rebuild import RebuildTables
 from tinyloop_service.engine.cuda.slabs import SlabPool
 from tinyloop_service.errors import EngineFault, InvalidArgument
 from tinyloop_service.scheduler.loop import Scheduler
@@ -80,11 +81,19 @@ def test_logits_are_the_reference_s(kind: Kind, mode: CacheMode, name: str) -> N
         assert mode is not CacheMode.H_INT4 or alike < unlike / 5, "another rounding of state than the reference's"
 
 
-@pytest.mark.parametrize(("mode", "window"), [(CacheMode.H_FP16, 0), (CacheMode.H_INT8, 60), (CacheMode.H_INT4, 0)])
-def test_what_is_read_is_made_again_bit_for_bit(kind: Kind, mode: CacheMode, window: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "name", "window"),
+    [
+        (CacheMode.H_FP16, "switched", 0),
+        (CacheMode.H_INT8, "switched", 60),
+        (CacheMode.H_INT8, "two loop blocks", 0),
+        (CacheMode.H_INT4, "switched", 0),
+    ],
+)
+def test_what_is_read_is_made_again_bit_for_bit(kind: Kind, mode: CacheMode, name: str, window: int) -> None:
     """Of a prefix, its child, which begins inside a page, and a grandchild; also when only the oldest was dropped, to
     which the tables of those below must be led again (T4)."""
-    driver = Driver(shared_engine(kind, "switched", mode))
+    driver = Driver(shared_engine(kind, name, mode))
     parent = driver.prefix(TOKENS[:150], window=window, loops=3)
     child = driver.prefix(TOKENS[150:180], parent, window=window, loops=3)
     grandchild = driver.prefix(TOKENS[180:200], child, window=window, loops=3)
@@ -141,26 +150,49 @@ def test_a_long_activation_goes_in_batches(kind: Kind) -> None:
     driver.close(prefix)
 
 
-@pytest.mark.parametrize(("lengths", "captured"), [((40, 70), (0, 1, 1)), ((70, 130), (0, 0, 0))])
-def test_a_graph_makes_active_what_launches_do(
-    kind: Kind, lengths: tuple[int, int], captured: tuple[int, int, int]
-) -> None:
-    """Of two prefixes at once: launch by launch, in a graph that is captured, and in the same again; or each time
-    launch by launch, for their tables are longer than those that graphs read."""
+def test_a_graph_makes_active_what_launches_do(kind: Kind) -> None:
+    """Two prefixes at once, of a depth of which there are no graphs at first: launch by launch, in graphs that are
+    captured, and in the same again.  One that holds no page is none."""
     driver = Driver(shared_engine(kind, "plain", MODE))
-    family = [driver.prefix(TOKENS[:length], loops=3) for length in lengths]
+    family = [driver.prefix(TOKENS[:40], loops=3), driver.prefix(TOKENS[:130], loops=3)]
     built = [driver.engine.read_kv(held.id) for held in family]
+    slid = driver.prefix(TOKENS[:64], window=1, loops=3)
+    driver._dropped.extend(slid.blocks.pop(0))
+    driver.step(drop=(Drop(slid.id, 1),))
+    named = tuple(held.id for held in (*family, slid))
     graphs = driver.engine._machine.hidden._graphs  # type: ignore[attr-defined]
     before = set(graphs._graphs)
-    for num_new in captured:
-        driver.step(deactivate=tuple(held.id for held in family))
+    for num_new in (0, 2, 2):
+        driver.step(deactivate=named)
         other = driver.prefix(TOKENS[5:69], loops=3)  # lies where those were
-        driver.step(activate=tuple(held.id for held in family))
+        driver.step(activate=named)
         assert len(set(graphs._graphs) - before) == num_new
         for held, was in zip(family, built, strict=True):
             assert np.array_equal(driver.engine.read_kv(held.id), was)
         driver.close(other)
-    driver.close(*family)
+    driver.close(*family, slid)
+
+
+class CountingDevice(EmulatedDevice):  # type: ignore[misc]
+    """Knows how many words were copied to it, a number a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: list[int] = []
+
+    def copy_in(self, target: Any, host: Any) -> None:
+        self.copied.append(host.size)
+        super().copy_in(target, host)
+
+
+def test_making_active_takes_one_copy() -> None:
+    device = CountingDevice()
+    driver = Driver(engine_with("emulated", 30, device))
+    prefix = driver.prefix(TOKENS[:128])
+    driver.step(deactivate=(prefix.id,))
+    device.copied.clear()
+    driver.step(activate=(prefix.id,))
+    assert device.copied == [RebuildTables.words(2 * driver.engine.limits.cache_layers(2))]
 
 
 def test_requests_store_nothing_and_slide(kind: Kind) -> None:

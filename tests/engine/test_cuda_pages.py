@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from test_small_cases import PLAIN
 from tinyloop_service.engine.api import Block, Clone, Extend, Open
 from tinyloop_service.engine.cuda.memory import Arena, Layout
 from tinyloop_service.engine.cuda.pages import Changes, SlabPages
-from tinyloop_service.engine.cuda.rebuild import RebuildTables
+from tinyloop_service.engine.cuda.rebuild import Rebuild, RebuildTables
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
 from tinyloop_service.engine.cuda.slabs import SlabPool
 from tinyloop_service.engine.cuda.staging import Staging
@@ -55,11 +55,11 @@ class Plans:
     """A walk through everything that a scheduler may plan."""
 
     def __init__(self, seed: int = 0) -> None:
-        device = EmulatedDevice()
+        self.device = device = EmulatedDevice()
         arena = Arena(device, PLAIN, Layout.of(CacheMode.H_FP16, PLAIN), SLOTS)
         self.table = SequenceTable(SLOTS, PLAIN.cache_layers(PLAIN.max_loops), BLOCKS)
         self.slabs = SlabPool(SLABS, PER_SLAB)
-        self.pages = SlabPages(PLAIN, self.table, self.slabs, places_index=arena.places_index, max_rebuilt=4)
+        self.pages = SlabPages(PLAIN, self.table, self.slabs, places_index=arena.places_index)
         self.arena, self.staging, self.pick = arena, Staging(device, 64), random.Random(seed)
         self.stored: dict[int, Named] = {}  # by place
         self.read: dict[int, Named] = {}  # by slab
@@ -237,31 +237,29 @@ class Plans:
         words[index] = value
         if stored:
             assert all(tokens in range(1, PAGE) for _, _, tokens in there(stored.cloned).tolist())
-            self.rebuild(stored)
+            for rebuilt in stored.rebuilt:
+                self.rebuild(rebuilt, there(stored.zeroed).tolist())
         self.pages.launched()
 
-    def rebuild(self, stored: Any) -> None:
-        kinds: dict[tuple[str, int], list[int]] = {}
-        for layer, kind, inner in PLAIN.schedule(LOOPS):
-            kinds.setdefault((kind, inner), []).append(layer)
-        if stored.rebuilt is None:
-            return
-        shape, zeroed, first = stored.rebuilt.shape, self.staging.there(stored.zeroed), 0
-        all_of = RebuildTables.cut(self.staging.there(stored.rebuilt.words), shape.num_pages, BLOCKS)
-        for block_kind, num_pages in shape.batches:
-            assert num_pages <= 4
-            for nth in range(num_pages):
-                at = first + nth
-                block = int(all_of.positions[at, 0]) // PAGE
-                seq, of_block, layer = self.stored[int(all_of.places[at])]
-                assert (of_block, layer in kinds[block_kind]) == (block, True)
-                assert np.array_equal(all_of.positions[at], block * PAGE + np.arange(PAGE))
+    def rebuild(self, rebuilt: Rebuild, zeroed: list[int]) -> None:
+        num_pages = rebuilt.shape.num_pages(PLAIN)
+        words = self.device.zeros((rebuilt.words.size,), np.int32)
+        self.staging.copy_to(words, rebuilt.words)
+        tables = RebuildTables.cut(words, num_pages)
+        self.arena.words[tables.named[:, 0]] = tables.named[:, 1]
+        for (kind, inner), batch in rebuilt.shape.batches(PLAIN, 3):
+            assert batch.stop - batch.start <= 3
+            for page in range(batch.start, batch.stop):
+                seq, block, layer = self.stored[int(tables.places[page])]
+                assert (layer, kind, inner) in PLAIN.schedule(LOOPS)
+                assert np.array_equal(tables.positions[page], block * PAGE + np.arange(PAGE))
                 count = min(PAGE, self.held[seq].length - block * PAGE)
-                assert all_of.slots[at].tolist() == [nth] * count + [-1] * (PAGE - count)
-                slab = int(all_of.tables[at, 0, block])
+                slot = self.table[seq].slot
+                of_layer = slot * self.table.max_layers + layer
+                assert tables.slots[page].tolist() == [of_layer] * count + [-1] * (PAGE - count)
+                slab = int(self.arena.tables[slot, layer, block])
                 self.read[slab] = (seq, block, layer)
                 assert (count < PAGE) == (slab in zeroed)
-            first += num_pages
 
     def fill(self, sequence: Sequence) -> None:
         """What a prompt pass writes, where the device's tables say."""

@@ -238,10 +238,13 @@ def test_staged_tables_come_whole_however_large(first: int) -> None:
     tables = [np.arange(size, dtype=np.int32) for size in (first, 0, 7, 200)]
     for _ in range(2):
         staging.clear()
-        sections = [staging.put(table) for table in tables]
+        sections = [(staging.put(table), staging.put_aside(table[::-1].copy())) for table in tables]
         staging.send()
-        for section, table in zip(sections, tables, strict=True):
+        for (section, aside), table in zip(sections, tables, strict=True):
             assert np.array_equal(device.download(staging.there(section)), table)
+            target = device.zeros((aside.size + 1,), np.int32)
+            staging.copy_to(target, aside)
+            assert device.download(target).tolist() == [*table[::-1], 0]
 
 
 def test_there_are_tables_for_all_that_a_scheduler_may_open() -> None:

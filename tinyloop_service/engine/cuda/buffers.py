@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tinyloop_service.engine.cuda.batch import AttentionTables, Ints
-from tinyloop_service.engine.cuda.staging import Section, Staging
+from tinyloop_service.engine.cuda.staging import Aside, Staging
 from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.types import MAX_LOGPROBS
 
@@ -21,9 +21,9 @@ _ALIGNMENT = 32  # words
 class BatchSections:
     """A batch's tables in a Staging."""
 
-    head: Section
-    items: Section
-    entries: Section
+    head: Aside
+    items: Aside
+    entries: Aside
 
 
 class BatchState:
@@ -71,7 +71,7 @@ class BatchState:
         named = {"row_slot": slots, "base_length": lengths, "window": windows, "row_items": tables.row_items}
         for name, values in named.items():
             head[self._places[name] : self._places[name] + len(values)] = values
-        return BatchSections(staging.put(head), staging.put(tables.items), staging.put(tables.entries))
+        return BatchSections(*map(staging.put_aside, (head, tables.items, tables.entries)))
 
     def load(self, staging: Staging, sections: BatchSections) -> None:
         """Queue the copies to where graphs read."""

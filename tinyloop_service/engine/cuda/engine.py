@@ -91,7 +91,7 @@ class CudaEngine:
         num_slabs = budget.num_slabs(layout, spec, device.memory()[0])
         arena.take_pool(device, layout, num_slabs)
         self._table = SequenceTable(MOST_SLOTS, spec.cache_layers(spec.max_loops), max_blocks(spec))
-        self._pages = _pages(layout, spec, self._table, arena, num_slabs, rows.of_pass // PAGE_TOKENS)
+        self._pages = _pages(layout, spec, self._table, arena, num_slabs)
         planner = Planner(self._table, self._pages, arena, sampler, decoder, prompt, debug=debug)
         self._planner: Planner | None = planner
         self._limits = _limits(weights, layout, num_slabs, max_chunk)
@@ -200,13 +200,10 @@ def _projection(
     return Direct(device, model, arena, products, rows.of_pass)
 
 
-def _pages(
-    layout: Layout, spec: ModelSpec, table: SequenceTable, arena: Arena, num_slabs: int, max_rebuilt: int
-) -> Pages:
+def _pages(layout: Layout, spec: ModelSpec, table: SequenceTable, arena: Arena, num_slabs: int) -> Pages:
     if not layout.stores_h:
         return PlainPages()
-    slabs = SlabPool(num_slabs, layout.per_slab)
-    return SlabPages(spec, table, slabs, places_index=arena.places_index, max_rebuilt=max_rebuilt)
+    return SlabPages(spec, table, SlabPool(num_slabs, layout.per_slab), places_index=arena.places_index)
 
 
 def _limits(weights: ModelWeights, layout: Layout, num_slabs: int, max_chunk: int) -> Limits:

@@ -22,8 +22,9 @@ from tinyloop_service.engine.cuda.graphs import Graphs
 from tinyloop_service.engine.cuda.memory import Arena, Layout
 from tinyloop_service.engine.cuda.products import ProductKind, Products
 from tinyloop_service.engine.cuda.projection import Tokens
-from tinyloop_service.engine.cuda.rebuild import RebuildShape, RebuildTables, layers_of_blocks
+from tinyloop_service.engine.cuda.rebuild import Rebuild, RebuildShape, RebuildTables
 from tinyloop_service.engine.cuda.schedule import Layer
+from tinyloop_service.engine.cuda.staging import Staging
 from tinyloop_service.engine.cuda.stream import DecodeStream
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
 from tinyloop_service.kernels.device import Array, Device
@@ -32,6 +33,7 @@ from tinyloop_service.kernels.linear import linear_qkv, takes_columns
 from tinyloop_service.kernels.norm import Fold
 from tinyloop_service.kernels.pack import PackedLinear
 from tinyloop_service.kernels.rope import rope_keys_values, rope_queries
+from tinyloop_service.kernels.tables import write_words
 
 _Q, _KV = 0, 1  # of a block's linears before attention
 _COMMON_BLOCKS = 16  # of a prefix that is made active by a graph from the start on; 1,024 tokens
@@ -59,9 +61,10 @@ class Hidden:
         self._step_y = device.zeros((step_rows, spec.d_model), np.float16)
         self._q = device.zeros((max_rows, spec.q_dim), np.float16)
         self._kv = device.zeros((max_rows, 2 * spec.kv_dim), np.float16)
-        self._max_blocks, self._max_pages = arena.tables.shape[2], max_rows // PAGE_TOKENS
-        longest = self._max_blocks * spec.cache_layers(spec.default_loops)
-        self.tables: Array = device.zeros((RebuildTables.words(longest, self._max_blocks),), np.int32)
+        slots, layers, self._max_blocks = arena.tables.shape
+        self._layer_tables: Array = arena.tables.reshape(slots * layers, 1, self._max_blocks)
+        self._max_pages = max_rows // PAGE_TOKENS
+        self._words: Array = device.zeros((RebuildTables.words(layers * self._max_blocks),), np.int32)
         self._graphs: Graphs[RebuildShape] = Graphs(device)
 
     @property
@@ -97,26 +100,25 @@ class Hidden:
         self._step(layer, rows, keys_values, y, columns, None)
 
     def capture_common(self, loops: int) -> None:
-        """Graphs of one short prefix made active."""
-        layers = layers_of_blocks(self._model.spec, loops)
+        """Graphs of short prefixes made active."""
         for blocks in range(1, min(_COMMON_BLOCKS, self._max_blocks) + 1):
-            pages = {block: blocks * len(its) for block, its in layers.items()}
-            shape = RebuildShape.of(pages, self._max_pages)
-            self._graphs.capture(shape, partial(self.launch_rebuild, shape, self.tables))
+            shape = RebuildShape(loops, blocks)
+            self._graphs.capture(shape, partial(self._launch_rebuild, shape))
 
-    def rebuild(self, shape: RebuildShape) -> None:
-        """K and V of stored pages; their tables are at the beginning of `tables`."""
-        self._graphs.run(shape, partial(self.launch_rebuild, shape, self.tables))
+    def rebuild(self, work: Rebuild, staging: Staging) -> None:
+        """K and V of a prefix's stored pages."""
+        staging.copy_to(self._words, work.words)
+        self._graphs.run(work.shape, partial(self._launch_rebuild, work.shape))
 
-    def launch_rebuild(self, shape: RebuildShape, words: Array) -> None:
-        """The same, launch by launch, by tables that are anywhere."""
-        tables, first = RebuildTables.cut(words, shape.num_pages, self._max_blocks), 0
-        for block, count in shape.batches:
-            batch, rows, weights = slice(first, first + count), count * PAGE_TOKENS, self._model.blocks[block]
+    def _launch_rebuild(self, shape: RebuildShape) -> None:
+        spec = self._model.spec
+        tables = RebuildTables.cut(self._words, shape.num_pages(spec))
+        write_words(self._device, self._arena.words, tables.named)
+        for block, batch in shape.batches(spec, self._max_pages):
+            rows, weights = (batch.stop - batch.start) * PAGE_TOKENS, self._model.blocks[block]
             tokens = Tokens(tables.slots[batch].reshape(rows), tables.positions[batch].reshape(rows))
             self._load(weights, tables.places[batch], rows)
-            self._keys_values(weights, rows, tokens, tables.tables[batch], 0)
-            first += count
+            self._keys_values(weights, rows, tokens, self._layer_tables, 0)
 
     def clone(self, triples: Array) -> None:
         """(source, target, tokens) [n, 3] places."""

@@ -24,7 +24,6 @@ from tinyloop_service.engine.cuda.hidden import Hidden
 from tinyloop_service.engine.cuda.memory import Arena, keys_and_values
 from tinyloop_service.engine.cuda.pages import StoredWork
 from tinyloop_service.engine.cuda.prompt import PassShape, PromptPass
-from tinyloop_service.engine.cuda.rebuild import Rebuild
 from tinyloop_service.engine.cuda.work import Batch, DecodeWork, PromptWork, Work
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.kernels.device import Array, Device
@@ -93,15 +92,8 @@ class Machine:
             hidden.clone(there(work.cloned))
         if work.zeroed.size:
             zero(self.device, self.arena.pool, there(work.zeroed))
-        if work.rebuilt is not None:
-            self._rebuild(work.rebuilt, hidden, flight)
-
-    def _rebuild(self, work: Rebuild, hidden: Hidden, flight: Flight) -> None:
-        if work.words.size > hidden.tables.shape[0]:
-            hidden.launch_rebuild(work.shape, flight.staging.there(work.words))
-        else:
-            flight.staging.copy_to(hidden.tables, work.words)
-            hidden.rebuild(work.shape)
+        for rebuild in work.rebuilt:
+            hidden.rebuild(rebuild, flight.staging)
 
     def _run_prompt(self, work: PromptWork, flight: Flight) -> None:
         there, schedule = flight.staging.there, self.decoder.schedule(work.shape.loops)

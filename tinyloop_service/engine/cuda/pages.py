@@ -29,7 +29,7 @@ from typing import Protocol
 import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Block, Clone
-from tinyloop_service.engine.cuda.rebuild import Rebuild, RebuildPlan, Revived
+from tinyloop_service.engine.cuda.rebuild import Rebuild, RebuildPlan
 from tinyloop_service.engine.cuda.sequences import Ints, Sequence, SequenceTable
 from tinyloop_service.engine.cuda.slabs import Move, SlabPool
 from tinyloop_service.engine.cuda.staging import Section, Staging
@@ -47,7 +47,7 @@ class StoredWork:
     cleared: Section  # (target, source) [n, 2] rows of `places`
     cloned: Section  # (source, target, tokens) [n, 3] places
     zeroed: Section  # slabs [n] of what is rebuilt
-    rebuilt: Rebuild | None
+    rebuilt: tuple[Rebuild, ...]  # each by the tables as they are then
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Pages(Protocol):
         """Where in the pool active pages are."""
         ...
 
-    def take_poisoned(self, released: Iterable[int]) -> Ints:
+    def take_poisoned(self, released: Listed[int]) -> Listed[int]:
         """Where in the pool what was given back since the last plan lay; `released`: by page id."""
         ...
 
@@ -110,20 +110,18 @@ class PlainPages:
     def find(self, pages: Ints) -> Ints:
         return pages
 
-    def take_poisoned(self, released: Iterable[int]) -> Ints:
-        return np.fromiter(released, np.int32)
+    def take_poisoned(self, released: Listed[int]) -> Listed[int]:
+        return released
 
 
 class SlabPages:
     """A `Pages`."""
 
-    def __init__(
-        self, spec: ModelSpec, table: SequenceTable, slabs: SlabPool, *, places_index: int, max_rebuilt: int
-    ) -> None:
-        """places_index: of the first place in the arena's words.  max_rebuilt: pages that are rebuilt at a time."""
+    def __init__(self, spec: ModelSpec, table: SequenceTable, slabs: SlabPool, *, places_index: int) -> None:
+        """places_index: of the first place in the arena's words."""
         num_pages = slabs.num_slabs * slabs.per_slab
-        self._spec, self._table, self._slabs, self._places_index = spec, table, slabs, places_index
-        self._rebuild = RebuildPlan(spec, max_rebuilt, table.max_blocks)
+        self._table, self._slabs, self._places_index = table, slabs, places_index
+        self._rebuild = RebuildPlan(spec, table.max_blocks)
         self._slab, self._place, self._index, self._page_at = (np.full(num_pages, _NOWHERE, np.int32) for _ in range(4))
         self._freed: list[int] = []  # slabs that are free since the last plan
         self._moves: list[Ints] = []  # that are due, a plan's after the other's
@@ -162,24 +160,16 @@ class SlabPages:
     def deactivate(self, sequence: Sequence) -> None:
         if sequence.active:
             assert sequence.is_prefix, f"sequence {sequence.id} is a request's, which is nowhere but in its active form"
-            self._give(_flat(sequence.blocks))
+            self._give(self._own(sequence).reshape(-1))
             sequence.active = False
 
     def change(self, extended: Ints, activated: Listed[Sequence], clones: Iterable[Clone], staging: Staging) -> Changes:
         idle = list(dict.fromkeys(sequence for sequence in activated if not sequence.active))
         if not (len(extended) or idle or self._moves or self._moved or self._clearing):
             return Changes(extended, None)
-        old = [_flat(sequence.blocks) for sequence in idle]
-        new, index = extended[:, 1], extended[:, 0]
-        self._take(np.concatenate([new, *old]))
-        self._index[new] = index
-        stored = new[self._is_prefix[index // (self._table.max_layers * self._table.max_blocks)]]
-        self._store(stored)
-        revived = [self._revive(sequence, pages) for sequence, pages in zip(idle, old, strict=True)]
-        renamed = np.concatenate([stored, np.array(sorted(self._moved), np.int32)])  # what moved was there before
-        places = _pairs(self._places_index + self._index[renamed], self._place[renamed])
-        words = [_pairs(index, self._slab[new]), *chain.from_iterable(map(self._words_of, revived)), places]
-        return Changes(np.concatenate(words), self._stored_work(revived, clones, staging))
+        self._take(np.concatenate([extended[:, 1], *(self._own(sequence).reshape(-1) for sequence in idle)]))
+        words = [*self._name(extended), *chain.from_iterable(map(self._revive, idle))]
+        return Changes(np.concatenate(words) if words else extended, self._stored_work(idle, clones, staging))
 
     def begun(self) -> None:
         self._moves.clear()
@@ -190,13 +180,13 @@ class SlabPages:
         self._clearing.clear()
 
     def find(self, pages: Ints) -> Ints:
-        slabs: Ints = self._slab[pages]
+        slabs = self._slab.take(pages)
         assert (slabs >= 0).all(), f"page {pages[slabs < 0][0]} is read or copied but not active"
         return slabs
 
-    def take_poisoned(self, released: Iterable[int]) -> Ints:
+    def take_poisoned(self, released: Listed[int]) -> Listed[int]:
         freed, self._freed = self._freed, []
-        return np.array(freed, np.int32)
+        return freed
 
     # ---- homes
 
@@ -210,10 +200,23 @@ class SlabPages:
 
     def _give(self, pages: Ints) -> None:
         slabs = self._slab[pages]
-        given = slabs[slabs >= 0].tolist()
+        given = slabs[slabs >= 0]
         self._slabs.give(given)
-        self._freed += given
+        self._freed += given.tolist()
         self._slab[pages] = _NOWHERE
+
+    def _name(self, extended: Ints) -> Iterator[Ints]:
+        """What the tables say of pages that are taken, of which a prefix's get a place, and of those that moved."""
+        renamed = np.array(sorted(self._moved), np.int32)  # they were there before
+        if len(extended):
+            index, new = extended[:, 0], extended[:, 1]
+            self._index[new] = index
+            stored = new[self._is_prefix[index // (self._table.max_layers * self._table.max_blocks)]]
+            self._store(stored)
+            renamed = np.concatenate([stored, renamed])
+            yield _pairs(index, self._slab[new])
+        if len(renamed):
+            yield _pairs(self._places_index + self._index[renamed], self._place[renamed])
 
     def _store(self, pages: Ints) -> None:
         """A place for each."""
@@ -232,25 +235,22 @@ class SlabPages:
 
     # ---- making active again
 
-    def _revive(self, sequence: Sequence, pages: Ints) -> Revived:
+    def _own(self, sequence: Sequence) -> Ints:
+        """Its own pages, [layers, blocks]."""
+        if sequence.listed is None:
+            sequence.listed = self._rebuild.pages(sequence)
+        return sequence.listed
+
+    def _revive(self, sequence: Sequence) -> Iterator[Ints]:
+        """(index, slab) [n, 2] in the rows of the tables of all that read it; its own row is the rebuild's to write."""
         sequence.active = True
-        pages = pages.reshape(len(sequence.blocks), self._spec.cache_layers(sequence.loops))
-        return Revived.of(sequence, self._place[pages], self._slab[pages])
+        for reader in sequence.readers()[1:]:
+            seen = reader.owners[sequence.first_block : sequence.next_block] == sequence.slot
+            pages = self._own(sequence)[:, : len(seen)][:, seen]
+            moved = (reader.slot - sequence.slot) * self._table.max_layers * self._table.max_blocks
+            yield _pairs(self._index[pages] + np.int32(moved), self._slab[pages])
 
-    def _words_of(self, revived: Revived) -> Iterator[Ints]:
-        """(index, slab) [n, 2] in its own row of the tables and in those of all that read it."""
-        sequence, table, blocks = revived.sequence, self._table, revived.blocks
-        layers = np.arange(revived.slabs.shape[1], dtype=np.int32) * np.int32(table.max_blocks)
-        index = blocks[:, None] + layers  # in a row
-        for reader in sequence.readers():
-            first = reader.slot * table.max_layers * table.max_blocks
-            if reader is sequence:
-                yield _pairs(first + index, revived.slabs)
-            else:
-                seen = (reader.owners[sequence.first_block :][: len(blocks)] == sequence.slot).nonzero()[0]
-                yield _pairs(first + index[seen], revived.slabs[seen])
-
-    def _stored_work(self, revived: list[Revived], clones: Iterable[Clone], staging: Staging) -> StoredWork | None:
+    def _stored_work(self, revived: list[Sequence], clones: Iterable[Clone], staging: Staging) -> StoredWork | None:
         copies = [
             (self._place[source], self._place[target], clone.num_tokens)
             for clone in clones
@@ -260,15 +260,25 @@ class SlabPages:
         if not (copies or revived or self._moves or self._clearing):
             return None
         nothing = self._table.num_slots  # the row of places that names nothing
-        cleared = np.array([(slot, nothing) for slot in sorted(self._clearing)], np.int32).reshape(-1, 2)
-        unfilled = [self._rebuild.unfilled(each) for each in revived]
+        cleared = [(slot, nothing) for slot in sorted(self._clearing)]
+        unfilled = [page for sequence in revived for page in self._unfilled(sequence)]
         return StoredWork(
             moved=tuple(staging.put(moves) for moves in self._moves),
-            cleared=staging.put(cleared),
+            cleared=staging.put(np.array(cleared, np.int32).reshape(-1, 2)),
             cloned=staging.put(np.array(copies, np.int32).reshape(-1, 3)),
-            zeroed=staging.put(np.concatenate(unfilled) if unfilled else _NONE),
-            rebuilt=self._rebuild.rebuild(revived, staging),
+            zeroed=staging.put(self._slab[np.array(unfilled, np.int32)]),
+            rebuilt=tuple(self._rebuilt(sequence, staging) for sequence in revived if sequence.blocks),
         )
+
+    def _rebuilt(self, sequence: Sequence, staging: Staging) -> Rebuild:
+        pages = self._own(sequence)
+        return self._rebuild.rebuild(sequence, self._index[pages], self._place[pages], self._slab[pages], staging)
+
+    @staticmethod
+    def _unfilled(sequence: Sequence) -> Iterable[int]:
+        """Pages whose last tokens are nobody's."""
+        whole = max(0, sequence.length // PAGE_TOKENS - sequence.first_block)
+        return chain.from_iterable(sequence.blocks[whole:])
 
 
 def _pairs(index: Ints, value: Ints) -> Ints:

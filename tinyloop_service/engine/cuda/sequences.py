@@ -26,7 +26,8 @@ from tinyloop_service.engine.api import PAGE_TOKENS, Block, Extend, Open, Prefil
 from tinyloop_service.types import Sampling
 
 Ints = NDArray[np.int32]
-_NO_OWNERS = np.zeros(0, np.int32)
+_NO_OWNERS: Ints = np.zeros(0, np.int32)
+_NO_PAGES = _NO_OWNERS
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,7 @@ class Sequence:
     has_output: bool = False  # a prefix whose last token's output is kept
     children: dict[SequenceId, Sequence] = field(default_factory=dict, repr=False)  # that are open
     _handed: Ints | None = None  # to children
+    listed: Ints | None = None  # the pages of `blocks` as `pages.py` orders them; None again when blocks come or go
 
     def owners_for_children(self) -> Ints:
         """`owners` of a child opened now; children share the array, which nobody changes."""
@@ -125,6 +127,7 @@ class SequenceTable:
             at, end = sequence.next_block, sequence.next_block + count
             assert end <= self.max_blocks, f"sequence {extension.seq} grows to block {end - 1}"
             sequence.blocks.extend(extension.blocks)
+            sequence.listed = None
             blocks.extend(extension.blocks)
             first = sequence.slot * self.max_layers * self.max_blocks
             places.extend(range(first + at, first + end))
@@ -146,6 +149,8 @@ class SequenceTable:
 
     def not_filled(self, extended: Ints, prefills: Iterable[Prefill]) -> Ints:
         """Of pages that `extend` gave, those that these chunks do not write from the first token to the last."""
+        if not len(extended):
+            return _NO_PAGES
         slots, blocks = extended[:, 0] // (self.max_layers * self.max_blocks), extended[:, 0] % self.max_blocks
         kept = np.ones(len(extended), bool)
         for prefill in prefills:
@@ -161,6 +166,7 @@ class SequenceTable:
         count = max(0, first_block - sequence.first_block)
         gone = sequence.blocks[:count]
         del sequence.blocks[:count]
+        sequence.listed = None
         sequence.first_block += count
         return gone
 

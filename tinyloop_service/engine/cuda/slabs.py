@@ -19,9 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
 
 Slab = int
+Slabs = NDArray[np.int32]
 Place = int
 
 
@@ -38,40 +42,38 @@ class SlabPool:
 
     def __init__(self, num_slabs: int, per_slab: int) -> None:
         self.num_slabs, self.per_slab = num_slabs, per_slab
+        self._free = np.arange(num_slabs - 1, -1, -1, dtype=np.int32)  # a stack of `num_free`
+        self.num_free = num_slabs
+        self._is_active = np.zeros(num_slabs, np.bool_)
+        self.num_active = self.num_stored = 0
         self._holes = [(1 << per_slab) - 1] * num_slabs  # a bit for every nth that is free; meaningless where active
-        self._by_stored: list[dict[Slab, None]] = [{} for _ in range(per_slab + 1)]  # slabs by number of stored pages
-        self._by_stored[0] = dict.fromkeys(range(num_slabs - 1, -1, -1))  # the last one is the next
-        self._active: set[Slab] = set()
-        self.num_stored = 0
-
-    @property
-    def num_active(self) -> int:
-        return len(self._active)
+        self._by_stored: list[dict[Slab, None]] = [{} for _ in range(per_slab + 1)]  # that hold 1 … per_slab pages
 
     @property
     def num_places_left(self) -> int:
         """Stored pages that there is room for."""
         return self.per_slab * (self.num_slabs - self.num_active) - self.num_stored
 
-    def take(self, count: int) -> tuple[list[Slab], list[Move]]:
+    def take(self, count: int) -> tuple[Slabs, list[Move]]:
         """`count` slabs for active pages, and the moves that made them free."""
         assert count * self.per_slab <= self.num_places_left, (
             f"{count} slabs wanted, {self.num_slabs} hold {self.num_active} active and {self.num_stored} stored pages, "
             f"{self.per_slab} in a slab"
         )
-        moves = self._compact(count - len(self._by_stored[0]))
-        free = self._by_stored[0]
-        slabs = list(islice(reversed(free), count))
-        for slab in slabs:
-            del free[slab]
-        self._active.update(slabs)
+        moves = self._compact(count - self.num_free)
+        self.num_free -= count
+        self.num_active += count
+        slabs = self._free[self.num_free : self.num_free + count].copy()
+        self._is_active[slabs] = True
         return slabs, moves
 
-    def give(self, slabs: Iterable[Slab]) -> None:
+    def give(self, slabs: Slabs) -> None:
         """Active pages are gone."""
-        for slab in slabs:
-            self._active.remove(slab)
-            self._by_stored[0][slab] = None
+        assert self._is_active[slabs].all(), "a slab is given back that holds no active page"
+        self._is_active[slabs] = False
+        self._free[self.num_free : self.num_free + len(slabs)] = slabs
+        self.num_free += len(slabs)
+        self.num_active -= len(slabs)
 
     def place(self, count: int) -> list[Place]:
         """Places for `count` stored pages."""
@@ -80,12 +82,15 @@ class SlabPool:
 
     def free(self, places: Iterable[Place]) -> list[Slab]:
         """Stored pages are gone; the slabs that are free now."""
-        return [slab for slab in map(self._leave, places) if slab in self._by_stored[0]]
+        return [slab for slab in map(self._leave, places) if self._is_empty(slab)]
 
     def check(self) -> None:
         """Every slab is in one state, and its holes are those that the state says."""
-        counted = sorted(slab for slabs in (*self._by_stored, self._active) for slab in slabs)
+        free, active = self._free[: self.num_free], self._is_active.nonzero()[0]
+        assert len(active) == self.num_active and not self._by_stored[0]
+        counted = sorted([*chain.from_iterable(self._by_stored), *free.tolist(), *active.tolist()])
         assert counted == list(range(self.num_slabs)), "a slab is lost, or in two states"
+        assert all(map(self._is_empty, free))
         for stored, slabs in enumerate(self._by_stored):
             assert all(self.per_slab - self._holes[slab].bit_count() == stored for slab in slabs)
         assert self.num_stored == sum(stored * len(slabs) for stored, slabs in enumerate(self._by_stored))
@@ -93,12 +98,16 @@ class SlabPool:
     def _places(self, count: int) -> list[Place]:
         places: list[Place] = []
         while len(places) < count:
-            places += self._fill(self._fullest(), count - len(places))
+            places += self._fill(self._take_fullest(), count - len(places))
         return places
 
-    def _fullest(self) -> Slab:
-        """Of the slabs with a hole."""
-        return next(next(reversed(slabs)) for slabs in reversed(self._by_stored[:-1]) if slabs)
+    def _take_fullest(self) -> Slab:
+        """Of the slabs with a hole, those that are free last of all; it is in no state from here on."""
+        partly = next((slabs for slabs in reversed(self._by_stored[:-1]) if slabs), None)
+        if partly is not None:
+            return partly.popitem()[0]
+        self.num_free -= 1
+        return int(self._free[self.num_free])
 
     def _fill(self, slab: Slab, count: int) -> list[Place]:
         """At most `count` of its holes."""
@@ -106,7 +115,6 @@ class SlabPool:
         filled = [nth for nth in range(self.per_slab) if holes >> nth & 1][:count]
         stored = self.per_slab - holes.bit_count()
         self._holes[slab] = holes ^ sum(1 << nth for nth in filled)
-        del self._by_stored[stored][slab]
         self._by_stored[stored + len(filled)][slab] = None
         self.num_stored += len(filled)
         return [first + nth for nth in filled]
@@ -114,12 +122,22 @@ class SlabPool:
     def _leave(self, place: Place) -> Slab:
         slab, nth = divmod(place, self.per_slab)
         stored = self.per_slab - self._holes[slab].bit_count()
-        assert slab not in self._active and not self._holes[slab] >> nth & 1, f"nothing is stored at place {place}"
+        assert not (self._is_active[slab] or self._holes[slab] >> nth & 1), f"nothing is stored at place {place}"
         self._holes[slab] ^= 1 << nth
         del self._by_stored[stored][slab]
-        self._by_stored[stored - 1][slab] = None
+        if stored == 1:
+            self._empty(slab)
+        else:
+            self._by_stored[stored - 1][slab] = None
         self.num_stored -= 1
         return slab
+
+    def _empty(self, slab: Slab) -> None:
+        self._free[self.num_free] = slab
+        self.num_free += 1
+
+    def _is_empty(self, slab: Slab) -> bool:
+        return self._holes[slab].bit_count() == self.per_slab
 
     def _compact(self, missing: int) -> list[Move]:
         """Empty the `missing` emptiest slabs that hold something; those stay out of the way of what they held."""
@@ -133,7 +151,7 @@ class SlabPool:
         moves = [Move(source, target) for source, target in zip(sources, self._places(len(sources)), strict=True)]
         for slab in emptied:
             self._holes[slab] = (1 << self.per_slab) - 1
-            self._by_stored[0][slab] = None
+            self._empty(slab)
         return moves
 
     def _holding(self) -> Iterator[Slab]:

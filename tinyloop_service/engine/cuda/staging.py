@@ -1,7 +1,10 @@
-"""How a plan's tables come to the device: collected in page-locked memory, sent in one copy.
+"""How a plan's tables come to the device: collected in page-locked memory, each copied once.
 
-In: arrays of 32-bit integers.  Out: where they lie on the device once `send` was called.  A plan in flight has a
-Staging of its own, because the copy reads the host's memory after `send` has returned.
+    put        lies where `there` says, after `send`, which copies all of them in one go
+    set_aside  goes, by a copy of its own (`copy_to`), to where a graph reads it
+
+In: arrays of 32-bit integers.  Out: where they lie on the device.  A plan in flight has a Staging of its own, because
+copies read the host's memory after the call has returned.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ _ALIGNMENT = 32  # words; 128 bytes
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """An array inside a Staging."""
+    """An array that was `put`."""
 
     offset: int  # words
     shape: tuple[int, ...]
@@ -30,51 +33,86 @@ class Section:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """A vector that was `set_aside`."""
+
+    offset: int  # words
+    size: int
+
+
 class Staging:
     """Grows when a plan needs more than any before."""
 
     def __init__(self, device: Device, words: int) -> None:
         self._device = device
-        words = _aligned(words)
-        self._host: Ints = device.pinned((words,), np.int32)
-        self._there: Array = device.empty((words,), np.int32)
-        self._used = 0
+        self._sent, self._aside = _Collected(device, words), _Collected(device, words)
+        self._there: Array = device.empty((self._sent.host.size,), np.int32)
 
     def clear(self) -> None:
         """Begin the next plan; the last one that was sent from here has finished."""
-        self._used = 0
+        self._sent.used = self._aside.used = 0
 
     def put(self, values: Ints) -> Section:
         """Collect a C-contiguous copy of `values`."""
-        section = Section(self._used, values.shape)
-        end = self._used + section.size
-        if end > self._host.size:
-            self._grow(end)
-        self._host[section.offset : end] = values.reshape(-1)
-        self._used = _aligned(end)
+        if not values.size:
+            return Section(0, values.shape)
+        section = Section(self._sent.take(values.size), values.shape)
+        self._sent.host[section.offset : section.offset + values.size] = values.reshape(-1)
         return section
 
+    def set_aside(self, size: int) -> tuple[Ints, Aside]:
+        """A vector to be filled, before anything else is collected."""
+        aside = Aside(self._aside.take(size), size)
+        return self._words(aside), aside
+
+    def put_aside(self, values: Ints) -> Aside:
+        """The same, filled with a C-contiguous copy of `values`."""
+        words, aside = self.set_aside(values.size)
+        words[:] = values.reshape(-1)
+        return aside
+
     def send(self) -> None:
-        """Copy everything that was collected."""
-        if self._used:
-            self._device.copy_in(self._there[: self._used], self._host[: self._used])
+        """Copy everything that was put."""
+        sent = self._sent
+        if sent.host.size > self._there.shape[0]:
+            self._there = self._device.empty((sent.host.size,), np.int32)
+        if sent.used:
+            self._device.copy_in(self._there[: sent.used], sent.host[: sent.used])
 
     def there(self, section: Section) -> Array:
         """A section on the device, after `send`."""
         array: Array = self._there[section.offset : section.offset + section.size].reshape(section.shape)
         return array
 
-    def copy_to(self, target: Array, section: Section) -> None:
-        """Copy a section to the beginning of `target`, an int32 vector that graphs read."""
-        host = self._host[section.offset : section.offset + section.size]
-        self._device.copy_in(target[: section.size], host)
+    def copy_to(self, target: Array, aside: Aside) -> None:
+        """Copy what was set aside to the beginning of `target`, an int32 vector."""
+        self._device.copy_in(target[: aside.size], self._words(aside))
+
+    def _words(self, aside: Aside) -> Ints:
+        return self._aside.host[aside.offset : aside.offset + aside.size]
+
+
+class _Collected:
+    """Page-locked memory that is filled from its beginning on."""
+
+    def __init__(self, device: Device, words: int) -> None:
+        self._device, self.used = device, 0
+        self.host: Ints = device.pinned((_aligned(words),), np.int32)
+
+    def take(self, size: int) -> int:
+        """Where there are `size` words for whoever asks."""
+        at = self.used
+        if at + size > self.host.size:
+            self._grow(at + size)
+        self.used = _aligned(at + size)
+        return at
 
     def _grow(self, words: int) -> None:
-        """Nothing was sent from here yet, so there is nobody who reads the old memory."""
-        size = max(_aligned(words), 2 * self._host.size)
-        host = self._device.pinned((size,), np.int32)
-        host[: self._used] = self._host[: self._used]
-        self._host, self._there = host, self._device.empty((size,), np.int32)
+        """Nothing was copied from here since the plan began, so there is nobody who reads the old memory."""
+        host = self._device.pinned((max(_aligned(words), 2 * self.host.size),), np.int32)
+        host[: self.used] = self.host[: self.used]
+        self.host = host
 
 
 def _aligned(words: int) -> int:

@@ -24,11 +24,12 @@ from tinyloop_service.engine.cuda.memory import Arena
 from tinyloop_service.engine.cuda.pages import Pages, StoredWork
 from tinyloop_service.engine.cuda.prompt import PassShape, PromptPass
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
-from tinyloop_service.engine.cuda.staging import Section, Staging
+from tinyloop_service.engine.cuda.staging import Aside, Section, Staging
 from tinyloop_service.kernels.sample import SamplerTables
 
 T = TypeVar("T")
-_NO_SPLITS = AttentionTables(np.zeros((0, 4), np.int32), np.zeros((0, 2), np.int32), np.zeros(0, np.int32))
+_NO_WORDS: Ints = np.zeros(0, np.int32)
+_NO_SPLITS = AttentionTables(np.zeros((0, 4), np.int32), np.zeros((0, 2), np.int32), _NO_WORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class PromptWork:
     """Chunks of one depth.  Indices are rows of the pass."""
 
     shape: PassShape
-    tables: Section  # as PassShape.words says
+    tables: Aside  # as PassShape.words says
     draws: tuple[FirstWork, ...]
     kept: tuple[tuple[int, Section], ...]  # (slot, index [1]) of prefixes that are complete
 
@@ -102,7 +103,7 @@ class Planner:
     def work(self, plan: Plan, staging: Staging) -> Work:
         lengths: dict[int, int] = {}  # by slot
         self._give_back(plan)
-        poisoned = self._pages.take_poisoned(plan.released)
+        poisoned = self._pages.take_poisoned(plan.released)  # also where nothing is poisoned: else they would add up
         copied = self._open(plan, lengths)
         extended = self._table.extend(plan.extend)
         activated = [self._table[seq] for seq in plan.activate]
@@ -117,7 +118,7 @@ class Planner:
         at = self._arena.length_index
         moved = _ints([(at + slot, length) for slot, length in lengths.items()], 2)
         return Work(
-            poisoned=staging.put(poisoned if self._debug else poisoned[:0]),
+            poisoned=staging.put(np.array(poisoned, np.int32) if self._debug else _NO_WORDS),
             copied=staging.put(copied),
             written=staging.put(np.concatenate([changes.written, moved])),
             zeroed=staging.put(zeroed),
@@ -147,6 +148,8 @@ class Planner:
 
     def _clones(self, plan: Plan) -> Ints:
         """(source, target, tokens) of every page, (n, 3)."""
+        if not plan.clone:
+            return _ints((), 3)
         source, target = (
             self._pages.find(np.fromiter(chain.from_iterable(getattr(clone, name) for clone in plan.clone), np.int32))
             for name in ("source", "target")
@@ -207,7 +210,7 @@ class Planner:
         tables, num_tiles = prompt_tables(spans, np.frombuffer(tokens, np.int32), rows)
         return PromptWork(
             PassShape(rows, num_tiles, loops),
-            staging.put(tables),
+            staging.put_aside(tables),
             draws=tuple(self._prompt_draws(drawing, staging)),
             kept=tuple((sequence.slot, staging.put(np.array([row], np.int32))) for sequence, row in complete),
         )
