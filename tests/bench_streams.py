@@ -1,7 +1,7 @@
 """What the service costs beside the engine: streams through gRPC and in process, tokens per second and CPU time.
 
     python tests/bench_streams.py [--engine fake] [--model PATH] [--streams 1 16 64 256] [--new-tokens 32 512]
-        [--sittings 2] [--seconds 2]
+        [--plan-ms 0] [--sittings 2] [--seconds 2]
 
 All streams of a round start at once, off one shared prefix of the demo's text that is built already; rounds follow each
 other for --seconds, and the two sides take turns, --sittings times.
@@ -16,6 +16,7 @@ CPU          of the process that serves, over all its threads and rounds, / toke
 messages     a request's, which is what gRPC takes CPU for: the slower a stream, the more there are of them
 
 The fake engine (`engine/fake.py`) has the demo's tokenizer and a CUDA engine's plans: 256 rows, 8 steps, 4 when busy.
+With --plan-ms it sleeps in each, as a device would: 2.4 is four steps of 50 rows on an H200.
 """
 
 from __future__ import annotations
@@ -67,13 +68,15 @@ class Figures:
         return median(self.rates)
 
 
-def load(kind: str, path: Path) -> LoadedModel:
+def load(kind: str, path: Path, plan_ms: float = 0.0) -> LoadedModel:
     if kind != "fake":
         return load_model(path, EngineSettings(engine=kind))
     weights = read_model(path)
     assert weights.tokenizer is not None and weights.spec.vocab_size <= FAKE.vocab_size
     limits = replace(FAKE, vocab_size=weights.spec.vocab_size)
-    return LoadedModel(FakeEngine(limits), Tokenizer(weights.tokenizer, weights.spec.bos_token_id), {})
+    return LoadedModel(
+        FakeEngine(limits, step_s=plan_ms / 1e3), Tokenizer(weights.tokenizer, weights.spec.bos_token_id), {}
+    )
 
 
 async def repeat(round_: Callable[[], Awaitable[int]], streams: int, seconds: float, figures: Figures) -> None:
@@ -134,20 +137,20 @@ async def in_process(loaded: LoadedModel, streams: int, new_tokens: int, seconds
 # ---- through gRPC
 
 
-def serve(kind: str, path: Path) -> None:
+def serve(kind: str, path: Path, plan_ms: float) -> None:
     """The server, in a process of its own; says "serving ADDRESS" on standard output."""
     server = ServerSettings(
         listen="127.0.0.1:0", health_listen=None, metrics_listen="127.0.0.1:0", log_format=LogFormat.JSON
     )
     configure_logging(server)
-    app = App(Settings(server=server), lambda: load(kind, path))
+    app = App(Settings(server=server), lambda: load(kind, path, plan_ms))
     run_process(app, lambda app: print("serving", app.address, flush=True))
 
 
 @asynccontextmanager
-async def served(kind: str, path: Path) -> AsyncIterator[tuple[str, int]]:
+async def served(kind: str, path: Path, plan_ms: float) -> AsyncIterator[tuple[str, int]]:
     """Its address and process."""
-    command = (sys.executable, __file__, "--serve", "--engine", kind, "--model", str(path))
+    command = (sys.executable, __file__, "--serve", "--engine", kind, "--model", str(path), "--plan-ms", str(plan_ms))
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
     try:
         assert process.stdout is not None
@@ -203,12 +206,12 @@ async def measure(args: argparse.Namespace) -> dict[tuple[int, int], tuple[Figur
     """In process and through gRPC, by streams and new tokens."""
     loads = [(streams, new_tokens) for new_tokens in args.new_tokens for streams in args.streams]
     found = {load: (Figures(), Figures()) for load in loads}
-    async with served(args.engine, args.model) as (address, process):
+    async with served(args.engine, args.model, args.plan_ms) as (address, process):
         async with AsyncClient(address) as client:
             await client.create_prefix(PREFIX, PREFIX_TEXT)
         for _ in range(args.sittings):
             for (streams, new_tokens), (inside, outside) in found.items():
-                await in_process(load(args.engine, args.model), streams, new_tokens, args.seconds, inside)
+                await in_process(load(args.engine, args.model, args.plan_ms), streams, new_tokens, args.seconds, inside)
                 await remote(address, process, streams, new_tokens, args.seconds, outside)
     return found
 
@@ -248,10 +251,11 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[32, 512])
     parser.add_argument("--sittings", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=2.0, help="of rounds, for each side, in each sitting")
+    parser.add_argument("--plan-ms", type=float, default=0.0, help="sleep of the fake engine, without the GIL")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.engine, args.model)
+        serve(args.engine, args.model, args.plan_ms)
     busy = Path("/proc/loadavg").read_text().split()[0]
     found = asyncio.run(measure(args))
     print_table(
