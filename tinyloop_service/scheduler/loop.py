@@ -1,7 +1,7 @@
 """The scheduler: the facade on an event loop that everything above it calls.
 
-In: definitions, requests, names.  Out: snapshots, streams, errors.  It refuses to decide anything, the core does; and to
-carry plans and results, `cycle` does.
+In: definitions, requests, names.  Out: snapshots, streams, errors.  It refuses to decide anything, which the core does,
+and to carry plans and results, which `cycle` does.
 
     callers ──► core ◄──► cycle ◄──► the engine's threads
                  └──events──► delivery ──► streams, waiters, watchers
