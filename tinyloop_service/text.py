@@ -24,6 +24,7 @@ import tokenizers
 from tinyloop_service.errors import InvalidArgument, ModelFileError
 from tinyloop_service.types import Stops, TokenIds, TokenLogprob
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"  # what a character of which bytes are missing is shown as
 
 
@@ -62,9 +63,14 @@ class Tokenizer:
         """What a token adds to the text; nothing for special tokens and ids that the tokenizer does not have."""
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""
 
+    def join(self, ids: Sequence[int]) -> bytes:
+        """What tokens add to the text."""
+        table, end = self._bytes, len(self._bytes)
+        return b"".join([table[token] if 0 <= token < end else b"" for token in ids])
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that form no character become U+FFFD."""
-        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+        return self.join(ids).decode(errors="replace")
 
 
 def _check_unicode(text: str) -> None:
@@ -127,7 +133,7 @@ class TextDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Utf8Decoder("replace")
 
     @property
     def is_torn(self) -> bool:
@@ -135,7 +141,7 @@ class TextDecoder:
         return bool(self._decoder.getstate()[0])
 
     def feed(self, ids: Sequence[int]) -> str:
-        return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, ids)))
+        return self._decoder.decode(self._tokenizer.join(ids))
 
     def finish(self) -> str:
         """What is held, as U+FFFD; then empty again."""
@@ -224,7 +230,7 @@ class OutputFilter:
         self._decoder = TextDecoder(tokenizer) if tokenizer and (self._want_text or stops.strings) else None
         self._ids = StopMatcher(stops.token_sequences)
         self._chars = StopMatcher(stops.strings)
-        self._can_stop = bool(stops.token_sequences or stops.strings)
+        self.can_stop = bool(stops.token_sequences or stops.strings)  # else ids may as well be fed later, together
         self._waits_for_text = bool(stops.strings)
         self._held: deque[_Token] = deque()
         self._text = ""  # decoded, not shown
@@ -237,7 +243,7 @@ class OutputFilter:
         """logprobs: parallel to ids, or empty."""
         if self._is_over:
             return Piece(first_index=self.num_ids)
-        if not self._can_stop:
+        if not self.can_stop:
             return self._piece(tuple(ids), tuple(logprobs), self._decoder.feed(ids) if self._decoder else "")
         for i, token in enumerate(ids):
             cut = self._take(token, logprobs[i] if logprobs else None)

@@ -156,7 +156,7 @@ class Admission:
         return Turn.MOVED
 
     def _admit_request(self, request: Request, chain: list[Prefix], draft: Draft, now_ns: int) -> Turn:
-        pages = request.pages(self._limits) + self._inactive_pages(chain)
+        pages = request.num_pages + self._inactive_pages(chain)
         rows = self._requests.num_rows + request.spec.n
         if rows > self._limits.max_rows or not self._make_room(pages, 0, request.order, chain, draft):
             return Turn.LACKS_ROOM
@@ -261,7 +261,7 @@ class Admission:
 
     def check_request_possible(self, request: Request) -> None:
         chain = request.prefix.chain() if request.prefix is not None else []
-        self.check_possible(request.spec.tenant, chain, [], request.pages(self._limits))
+        self.check_possible(request.spec.tenant, chain, [], request.num_pages)
 
     def check_kept(self, tenant: str, extent: Extent) -> None:
         """Raise TenantQuotaExceeded if one more prefix passes the tenant's quota of bytes."""

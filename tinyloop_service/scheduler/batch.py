@@ -63,6 +63,5 @@ def compose(
     if decoding:
         most = limits.busy_steps if is_busy or starting or feeds else limits.max_steps
         num_steps = min(most, settings.steps_per_plan, min(row.num_left for row in decoding))
-        for row in decoding:
-            draft.decode(row.sequence, num_steps)
-            requests.stepped(row, num_steps)
+        draft.decode((row.sequence for row in decoding), num_steps)
+        requests.stepped(decoding, num_steps)

@@ -75,7 +75,7 @@ class Core:
         self._admission.check_open()
         prefix = self._look_up_for_use(spec, now_ns)
         loops, window = match_request(spec, prefix, self.limits)
-        request = Request(self._admission.take_order(), spec, prefix, loops, window, now_ns)
+        request = Request(self._admission.take_order(), spec, prefix, loops, window, now_ns, self.limits)
         self._admission.check_request_possible(request)
         self._admission.check_queue(spec.tenant, now_ns)
         self._requests.submit(request)

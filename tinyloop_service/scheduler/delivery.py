@@ -55,17 +55,18 @@ class Delivery:
     def deliver(self) -> None:
         """Hand out all events; text stops found on the way go back to the core."""
         for event in self._core.take_events():
-            if isinstance(event, PrefixChanged):
+            if isinstance(event, Sampled | Admitted | Failed):
+                if (stream := self._streams.get(event.request)) is not None:
+                    self._tell_stream(stream, event)
+            elif isinstance(event, PrefixChanged):
                 self._tell_prefix(event.uid)
             elif isinstance(event, BuildEnded):
                 reason = event.error.reason if event.error is not None else None
                 self._observer.build_ended(
                     BuildRecord(event.tenant, event.name, event.num_tokens, event.build_ns, reason)
                 )
-            elif isinstance(event, SnapshotTaken | SnapshotUnwanted):
+            else:
                 self._tell_keeper(event)
-            elif (stream := self._streams.get(event.request)) is not None:
-                self._tell_stream(stream, event)
 
     def fail_all(self, error: TinyLoopError) -> None:
         """Tell everybody the same without asking the core; for good."""

@@ -5,6 +5,7 @@ In: planned sequences.  Out: one Plan.  It refuses to decide who is in it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Clone, Drop, Extend, Open, Plan, Prefill, Restore, SequenceId
@@ -70,11 +71,12 @@ class Draft:
         self._grow(sequence, at + count)
         self._prefill.append(Prefill(sequence.id, at, feed.tokens[offset : offset + count], last))
 
-    def decode(self, sequence: Sequence, num_steps: int) -> None:
-        """A decode row; every row of a plan takes the same number of steps."""
+    def decode(self, sequences: Iterable[Sequence], num_steps: int) -> None:
+        """All decode rows of the plan; every one takes the same number of steps."""
         self._num_steps = num_steps
-        self._grow(sequence, sequence.length + num_steps)
-        self._decode.append(sequence.id)
+        for sequence in sequences:
+            self._grow(sequence, sequence.length + num_steps)
+            self._decode.append(sequence.id)
 
     @property
     def is_empty(self) -> bool:

@@ -5,7 +5,7 @@ In: nothing.  Out: the records that `requests` keeps.  It refuses to change a st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 from tinyloop_service.engine.api import Limits
@@ -51,14 +51,19 @@ class Request:
     loops: int
     window: int
     arrival_ns: int
+    limits: InitVar[Limits]
     state: RequestState = RequestState.QUEUED
     is_let_in: bool = False  # by the quota of its tenant
     trunk: Sequence | None = None
     rows: list[Row] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens not computed on its behalf; lowered when a prefix is built for it
+    extents: list[Extent] = field(init=False)  # what it needs: the trunk if there is one, then n rows
+    num_pages: int = field(init=False)  # that it can come to hold, active forms included
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, limits: Limits) -> None:
         self.cached_tokens = self.prefix_len
+        self.extents = self._extents()
+        self.num_pages = sum(extent.peak_pages(limits) + extent.active_pages(limits) for extent in self.extents)
 
     @property
     def prefix_len(self) -> int:
@@ -88,8 +93,8 @@ class Request:
             return ()
         return (self.prefix.recipe.tokens if self.prefix is not None else ()) + self.spec.tokens
 
-    def extents(self) -> list[Extent]:
-        """What it needs: the trunk if there is one, then n rows.  The last sampled token is never stored."""
+    def _extents(self) -> list[Extent]:
+        """The last sampled token is never stored."""
         start = self.prefix_len
         end = self.prompt_len + self.spec.max_tokens - 1
         if not self.has_trunk:
@@ -101,10 +106,6 @@ class Request:
         """Those that hold pages now."""
         rows = [row.sequence for row in self.rows if row.phase is not RowPhase.DONE]
         return rows if self.trunk is None else [self.trunk, *rows]
-
-    def pages(self, limits: Limits) -> int:
-        """All pages it can come to hold, active forms included."""
-        return sum(extent.peak_pages(limits) + extent.active_pages(limits) for extent in self.extents())
 
 
 @dataclass(slots=True)

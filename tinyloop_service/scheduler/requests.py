@@ -25,6 +25,7 @@ dropped.  A row that is DONE has given its pages back; the next plan closes its 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tinyloop_service.engine.api import RowOutput, SequenceId
@@ -88,12 +89,13 @@ class Requests:
         assert request.state is RequestState.QUEUED
         request.state = RequestState.RUNNING
         parent = self._join_prefix(request, now_ns)
-        extents, spec = request.extents(), request.spec
+        rows = request.extents
         if request.has_trunk:
-            request.trunk = parent = self._create(parent, extents.pop(0))
+            trunk, *rows = rows
+            request.trunk = parent = self._create(parent, trunk)
             self._trunks[parent.id] = request
-            self._sequences.feed(Feed(parent, spec.tokens, request.order))
-        for index, extent in enumerate(extents):
+            self._sequences.feed(Feed(parent, request.spec.tokens, request.order))
+        for index, extent in enumerate(rows):
             self._add_row(request, index, self._create(parent, extent))
         counters = self._counters[request.spec.tenant]
         counters.prompt_hits += request.cached_tokens
@@ -124,8 +126,9 @@ class Requests:
         del self.starting[row.sequence.id]
         self._planned(row, 1)
 
-    def stepped(self, row: Row, num_steps: int) -> None:
-        self._planned(row, num_steps)
+    def stepped(self, rows: Iterable[Row], num_steps: int) -> None:
+        for row in rows:
+            self._planned(row, num_steps)
 
     def _planned(self, row: Row, num_tokens: int) -> None:
         row.num_left -= num_tokens

@@ -70,15 +70,15 @@ class Sequence:
     num_layers: int
     peak_blocks: int
     length: int
-    first_block: int  # absolute index of blocks[0]
+    next_block: int  # absolute index of the first block not taken yet
     blocks: list[Block] = field(default_factory=list)
     opened: bool = False  # some plan names it, so the engine must be told when it closes
     cloned: bool = False  # the shared part of its first block is its own
 
     @property
-    def next_block(self) -> int:
-        """Absolute index of the first block not taken yet."""
-        return self.first_block + len(self.blocks)
+    def first_block(self) -> int:
+        """Absolute index of blocks[0]."""
+        return self.next_block - len(self.blocks)
 
     def grow(self, pool: PagePool, length: int) -> tuple[Block, ...]:
         """Plan it to `length`; the blocks taken for that."""
@@ -90,6 +90,7 @@ class Sequence:
         pages = pool.take(self.id, count * self.num_layers)
         new = tuple(pages[i : i + self.num_layers] for i in range(0, len(pages), self.num_layers))
         self.blocks.extend(new)
+        self.next_block += count
         return new
 
     def slide(self, pool: PagePool) -> Drop | None:
@@ -100,7 +101,6 @@ class Sequence:
         count = first - self.first_block
         gone = [page for block in self.blocks[:count] for page in block]
         del self.blocks[:count]
-        self.first_block = first
         to_come = -(-self.extent.end // PAGE_TOKENS) - self.next_block
         wanted = min(self.peak_blocks - len(self.blocks), to_come) * self.num_layers
         keep = max(0, min(wanted - pool.reserved(self.id), len(gone)))

@@ -26,6 +26,7 @@ from tinyloop_service.types import (
     Output,
     Started,
     Timings,
+    TokenIds,
     TokenLogprob,
     Usage,
 )
@@ -43,39 +44,57 @@ class Canceller(Protocol):
 
 
 class _Choice:
-    """What is pending of one choice."""
+    """What is pending of one choice.  Where no stop can end it, ids become text when they are read, and not before."""
 
     __slots__ = (
-        "completed", "filter", "first_index", "first_ns", "ids", "index", "is_over", "last_ns", "logprobs", "text",
+        "completed", "filter", "first_ns", "index", "is_over", "last_ns", "pieces", "unfed", "unfed_logprobs",
     )  # fmt: skip
 
     def __init__(self, index: int, output_filter: OutputFilter) -> None:
         self.index = index
         self.filter = output_filter
-        self.ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.text: list[str] = []
-        self.first_index = 0
+        self.unfed: list[int] = []  # not given to the filter yet
+        self.unfed_logprobs: list[TokenLogprob] = []
+        self.pieces: list[Piece] = []  # to be shown
         self.first_ns = 0  # when its first token came, EOS included; 0 before
         self.last_ns = 0  # when its last token came, EOS not included; 0 before
         self.is_over = False
         self.completed: Completed | None = None
 
-    def add(self, piece: Piece) -> None:
-        if not self.ids:
-            self.first_index = piece.first_index
-        self.ids += piece.token_ids
-        self.logprobs += piece.logprobs
-        if piece.text:
-            self.text.append(piece.text)
+    def feed(self, tokens: TokenIds, logprobs: tuple[TokenLogprob, ...]) -> bool:
+        """True if there is more to show."""
+        if self.filter.can_stop:
+            return self._add(self.filter.feed(tokens, logprobs))
+        self.unfed += tokens
+        self.unfed_logprobs += logprobs
+        return bool(tokens)
+
+    def finish(self) -> None:
+        self._feed_rest()
+        self._add(self.filter.finish())
 
     def take_delta(self) -> Delta | None:
-        if not (self.ids or self.text):
-            return None
-        delta = Delta(self.index, tuple(self.ids), "".join(self.text), tuple(self.logprobs), self.first_index)
-        self.first_index += len(self.ids)
-        self.ids, self.logprobs, self.text = [], [], []
-        return delta
+        self._feed_rest()
+        pieces, self.pieces = self.pieces, []
+        match pieces:
+            case []:
+                return None
+            case [piece]:
+                return Delta(self.index, piece.token_ids, piece.text, piece.logprobs, piece.first_index)
+        ids = tuple(token for piece in pieces for token in piece.token_ids)
+        logprobs = tuple(logprob for piece in pieces for logprob in piece.logprobs)
+        return Delta(self.index, ids, "".join(piece.text for piece in pieces), logprobs, pieces[0].first_index)
+
+    def _feed_rest(self) -> None:
+        if self.unfed:
+            self._add(self.filter.feed(self.unfed, self.unfed_logprobs))
+            self.unfed, self.unfed_logprobs = [], []
+
+    def _add(self, piece: Piece) -> bool:
+        if not piece:
+            return False
+        self.pieces.append(piece)
+        return True
 
 
 class Stream:
@@ -134,15 +153,14 @@ class Stream:
         choice.first_ns = choice.first_ns or event.time_ns
         if event.tokens:
             self._observe(choice, len(event.tokens), event.time_ns)
-        piece = choice.filter.feed(event.tokens, event.logprobs)
-        choice.add(piece)
+        has_more = choice.feed(event.tokens, event.logprobs)
         reason = FinishReason.STOP if choice.filter.stopped else event.reason
         if reason is not None:
             self._complete(choice, reason, event.time_ns)
-        if reason is not None or (piece and event.time_ns >= self._due_ns):
+        if reason is not None or (has_more and event.time_ns >= self._due_ns):
             self._due_ns = event.time_ns + interval_ns
             self._wake()
-        elif piece:
+        elif has_more:
             self.is_held = True
         return reason is not None and event.reason is None
 
@@ -209,7 +227,7 @@ class Stream:
             self._observer.request_ended(self.record)
 
     def _complete(self, choice: _Choice, reason: FinishReason, now_ns: int) -> None:
-        choice.add(choice.filter.finish())
+        choice.finish()
         choice.is_over = True
         record = self.record
         usage = Usage(record.prompt_tokens, record.cached_tokens, choice.filter.num_ids)
