@@ -142,3 +142,16 @@ def test_a_status_that_is_not_ours_becomes_the_nearest_exception(
     code: grpc.StatusCode, cls: type[TinyLoopError]
 ) -> None:
     assert type(to_exception(code, "said by a proxy", ())) is cls
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (grpc.StatusCode.INTERNAL, "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"),
+        (grpc.StatusCode.UNKNOWN, "Stream removed (Data frame with END_STREAM flag received)"),
+        (grpc.StatusCode.CANCELLED, "Received RST_STREAM with error code 8"),
+    ],
+)
+def test_a_stream_that_a_proxy_cuts_off_is_an_unavailable_server(code: grpc.StatusCode, message: str) -> None:
+    back = to_exception(code, message, ())
+    assert type(back) is errors.Unavailable and "cut off" in str(back)

@@ -104,6 +104,8 @@ def to_exception(code: grpc.StatusCode, message: str, trailers: Metadata) -> Tin
             return cls(message)
 
 
+# A proxy whose server is gone ends a stream by a reset or without a status; gRPC makes INTERNAL or UNKNOWN of it.
+_CUT_OFF = ("Stream removed", "RST_STREAM")
 _BY_REASON: dict[str, type[TinyLoopError]] = {cls.reason: cls for cls in reversed(TABLE)}
 
 
@@ -180,5 +182,7 @@ def _foreign(code: grpc.StatusCode, message: str) -> TinyLoopError:
             return errors.PermissionDenied(message)
         case Code.RESOURCE_EXHAUSTED:
             return errors.InvalidArgument("request", f"is refused as too large: {message}")
+        case _ if any(words in message for words in _CUT_OFF):
+            return errors.Unavailable(f"the answer was cut off on its way: {message}")
         case _:
             return TinyLoopError(f"{code.name}: {message}")
