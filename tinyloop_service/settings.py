@@ -183,6 +183,7 @@ class ClientSettings:
     tls_ca: str | None = None  # speak TLS and trust the authorities in this PEM file
     client_cert: str | None = None  # PEM file of a certificate to show
     client_key: str | None = None  # PEM file of its key
+    affinity: bool = False  # of several addresses, ask the one that the prefix hashes to
 
     def __post_init__(self) -> None:
         _require(not (self.token and self.token_file), "token_file", "given beside a token; leave one of them out")

@@ -18,6 +18,7 @@ from redis_server import running_redis
 from rpc_harness import expected_tokens
 
 from tinyloop_service import errors
+from tinyloop_service.cli import main
 from tinyloop_service.client import AsyncClient
 from tinyloop_service.types import PrefixState
 
@@ -150,6 +151,21 @@ async def _comes_home(client: AsyncClient, way: str, its_own: set[str], victim: 
             assert found < its_own, f"{way}: others came too"
             for name in names_of(way):
                 assert await answers(client, name), way
+
+
+def test_commands_hash_too(topology: Topology) -> None:
+    """Each is a process's first call: without the ring they would be as likely to go elsewhere."""
+
+    def command(*arguments: str) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--target", topology.targets["ring"], "--affinity"])
+        assert not ended.value.code
+
+    for i in range(8):
+        command("prefix", "create", f"command-{i}", "--tokens", "5,6,7")
+        command("generate", "--prefix", f"command-{i}", "--tokens", "8", "--max-tokens", "2", "--ids")
+    homes = asyncio.run(topology.homes("command"))
+    assert sum(map(len, homes.values())) == 8 and len([names for names in homes.values() if names]) > 1
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -27,6 +27,10 @@ _FLAGS = {  # of ClientSettings
     "client_cert": "PEM file of a certificate to show, where the server asks for one.",
     "client_key": "PEM file of its key.",
 }
+_SWITCHES = {
+    "affinity": "Of several replicas behind the target (dns:///NAME:PORT), ask the one that holds the prefix.",
+    "tls": "Speak TLS, and trust the system's roots.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +41,18 @@ class Connection:
     timeout: float | None
     tls: Tls | bool = False
     token: str | None = field(default=None, repr=False)
+    affinity: bool = False
 
     def client(self, *, default_timeout: float | None = None) -> Client:
         """default_timeout: seconds for each call where no --timeout was given."""
-        return Client(self.target, token=self.token, tls=self.tls, timeout=self.timeout or default_timeout)
+        return Client(self.target, timeout=self.timeout or default_timeout, **self._options)
 
     def async_client(self) -> AsyncClient:
-        return AsyncClient(self.target, token=self.token, tls=self.tls, timeout=self.timeout)
+        return AsyncClient(self.target, timeout=self.timeout, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"token": self.token, "tls": self.tls, "affinity": self.affinity}
 
 
 def client_options(command: F) -> F:
@@ -51,15 +60,14 @@ def client_options(command: F) -> F:
 
     @functools.wraps(command)
     def call(*, target: str, timeout: float | None, **given: Any) -> Any:
-        own = {name: given.pop(name) for name in (*_FLAGS, "tls")}
+        own = {name: given.pop(name) for name in (*_FLAGS, *_SWITCHES)}
         return command(server=_connection(target, timeout, own), **given)
 
     wrapped: Any = call
     for name, words in reversed(_FLAGS.items()):
         wrapped = click.option("--" + name.replace("_", "-"), name, metavar="PATH", help=words)(wrapped)
-    wrapped = click.option("--tls", is_flag=True, default=None, help="Speak TLS, and trust the system's roots.")(
-        wrapped
-    )
+    for name, words in reversed(_SWITCHES.items()):
+        wrapped = click.option("--" + name, is_flag=True, default=None, help=words)(wrapped)
     wrapped = click.option(
         "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Give up after this long."
     )(wrapped)
@@ -78,7 +86,7 @@ def _connection(target: str, timeout: float | None, given: dict[str, Any]) -> Co
         settings = ClientSettings.from_environment(environment)
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from None
-    return Connection(target, timeout, _tls(settings), _token(settings))
+    return Connection(target, timeout, _tls(settings), _token(settings), settings.affinity)
 
 
 def _tls(settings: ClientSettings) -> Tls | bool:
