@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import grpc
 from bench_prefix_cache import model_file
 from bench_report import versions
 from scaling_axes import Alone, Crowd, Names, fake_server, scheduling
@@ -147,7 +148,7 @@ class Session:
                 await self._axis("prefixes", points, why, crowd.prefixes, returns=False)
 
     async def names_axis(self) -> None:
-        async with fake_server() as channel:
+        async with fake_server() as address, grpc.aio.insecure_channel(address) as channel:
             await self._axis("names", self._args.names, [], Names(channel).names, returns=False)
 
     async def _axis(

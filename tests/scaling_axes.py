@@ -182,16 +182,15 @@ class Names:
 
 
 @asynccontextmanager
-async def fake_server() -> AsyncIterator[grpc.aio.Channel]:
-    """A server whose engine computes nothing, in this process; a channel to it."""
+async def fake_server() -> AsyncIterator[str]:
+    """The address of a server in this process, whose engine computes nothing."""
     settings = Settings(server=ServerSettings(listen="127.0.0.1:0", health_listen=None))
     engine = FakeEngine(replace(FAKE_LIMITS, num_pages=60_000))
     app = App(settings, lambda: LoadedModel(engine, None, json.loads(SIZES["tiny"].to_json())))
     await app.start()
     try:
         await app.ready()
-        async with grpc.aio.insecure_channel(app.address) as channel:
-            yield channel
+        yield app.address
     finally:
         await app.stop(grace_s=0.0)
 
