@@ -79,7 +79,8 @@ async def test_gaps_do_not_depend_on_messages() -> None:
     slow = SchedulerSettings(stream_interval_ns=10**12)  # the first token, and all others with the last
     async with watched(scheduler=slow) as served:
         messages = await collect(served.generation.Generate(request(1, 2, max_tokens=50)))
-        assert [len(m.delta.token_ids) for m in messages if m.HasField("delta")] == [1, 49]
+        first, others = [len(m.delta.token_ids) for m in messages if m.HasField("delta")]
+        assert first + others == 50 and others > 30, "the first message has what had come when it was read"
         seen = await scraped(served)
         assert seen("inter_token_latency_seconds_count") == 49
         assert seen("inter_token_latency_seconds_bucket", le="5.0") == 49, "gaps are the engine's, not the messages'"

@@ -26,12 +26,18 @@ from tinyloop_service.scheduler.saved import Keeper
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.types import PrefixInfo, PrefixState
 
+_AT_FULL_PACE = 32  # streams
+
 
 class Delivery:
     """Every stream, waiter and watcher."""
 
     def __init__(self, core: Core, stream_interval_ns: int, observer: Observer) -> None:
-        """stream_interval_ns: tokens of a stream that come sooner after others wait for later ones, but no longer."""
+        """stream_interval_ns: tokens of a stream that come sooner after others wait for later ones, but no longer.
+
+        It is that of up to `_AT_FULL_PACE` streams; with more it grows in proportion to their number, so that their
+        messages, which cost the event loop more than all else, take no more of its time.
+        """
         self._core = core
         self._interval_ns = stream_interval_ns
         self._observer = observer
@@ -45,6 +51,11 @@ class Delivery:
     @property
     def num_streams(self) -> int:
         return len(self._streams)
+
+    @property
+    def interval_ns(self) -> int:
+        """Between two pieces of a stream, as many as there are now."""
+        return self._interval_ns * max(len(self._streams), _AT_FULL_PACE) // _AT_FULL_PACE
 
     def add(self, stream: Stream) -> None:
         self._streams[stream.request] = stream
@@ -118,7 +129,7 @@ class Delivery:
     def _tell_stream(self, stream: Stream, event: Admitted | Sampled | Failed) -> None:
         was_held = stream.is_held
         if isinstance(event, Sampled):
-            if stream.deliver_tokens(event, self._interval_ns):
+            if stream.deliver_tokens(event, self.interval_ns):
                 self._core.finish(event.request, event.choice)
         elif isinstance(event, Admitted):
             stream.deliver_start(event)
@@ -140,14 +151,16 @@ class Delivery:
     def _hold(self, stream: Stream) -> None:
         """Its next tokens will show it; if they are long in coming, a timer does."""
         if not self._held:
-            asyncio.get_running_loop().call_later(self._interval_ns / 1e9, self._show_held)
+            asyncio.get_running_loop().call_later(self.interval_ns / 1e9, self._show_held)
         self._held.add(stream.request)
 
     def _show_held(self) -> None:
         held, self._held = self._held, set()
         for request in held:
             if (stream := self._streams.get(request)) is not None:
-                stream.show()
+                stream.show(self.interval_ns)
+                if stream.is_held:
+                    self._hold(stream)
 
     def _tell_prefix(self, uid: str) -> None:
         for watcher in self._watchers.get(uid, ()):

@@ -164,13 +164,16 @@ class Stream:
             self.is_held = True
         return reason is not None and event.reason is None
 
-    def show(self) -> None:
-        """What is held waits no longer."""
-        if self.is_held:
+    def show(self, interval_ns: int) -> None:
+        """What is held waits no longer, if anything was shown long enough ago."""
+        now_ns = self._scheduler.now_ns()
+        if self.is_held and now_ns >= self._due_ns:
+            self._due_ns = now_ns + interval_ns
             self._wake()
 
     def deliver_error(self, error: TinyLoopError) -> None:
-        self.show()
+        if self.is_held:
+            self._wake()
         self._error = error
         self._cut_short("error")
         self._news.set()
