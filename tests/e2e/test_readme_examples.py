@@ -13,6 +13,7 @@ from command_harness import ROOT, TIMEOUT_S, clean_environment, serving
 from tinyloop_service.demo import MODEL_PATH
 
 PRINTED_ADDRESS = "127.0.0.1:50051"
+OTHERS = ("buf", "docker", "export", "grpcurl", "helm", "openssl", "umask")  # commands that are not this project's
 EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
@@ -50,6 +51,6 @@ def test_shell_examples_name_commands_that_exist(block: str) -> None:
         words = line.removeprefix("$ ").split("#")[0].split()
         if words[:1] == ["tinyloop"]:
             assert words[1] in group.commands
-        elif words[0] not in ("docker", "helm", "openssl", "umask"):  # which are not this project's
+        elif words[0] not in OTHERS:
             assert words[0] == "make"
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -20,7 +20,7 @@ import pytest
 
 from tinyloop_service.cli import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 60
 
 
@@ -73,6 +73,7 @@ class Server:
     process: subprocess.Popen[str]
     address: str
     health: str
+    metrics: str = ""
 
     def run(self, *arguments: str | Path, stdin: str = "", status: int = 0) -> Done:
         """A command against this server."""
@@ -92,10 +93,10 @@ def serving(*arguments: str | Path) -> Iterator[Server]:
     try:
         assert process.stdout is not None
         words = process.stdout.readline().split()
-        if len(words) != 4:
+        if words[:1] != ["serving"]:
             process.kill()
             pytest.fail(f"the server did not come up: {process.communicate()[1]}")
-        yield Server(process, words[1], words[3])
+        yield Server(process, *words[1::2])
     finally:
         if process.poll() is None:
             process.terminate()
