@@ -84,6 +84,7 @@ class EmulatedDevice:
     sources: Path = builder.KERNELS
     name: str = "emulated"
     arch: str = "sm_90"
+    arithmetic: str = f"emulated, numpy {np.__version__}"
     num_sms: int = 4
     max_shared_bytes: int = 227 * 1024
     num_queued: int = 0

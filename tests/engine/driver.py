@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 
 from engines import ReadableEngine
 
-from tinyloop_service.engine.api import PAGE_TOKENS, Clone, Drop, Extend, Open, Plan, Prefill, SequenceId
+from tinyloop_service.engine.api import (
+    PAGE_TOKENS,
+    Clone,
+    Drop,
+    Extend,
+    Open,
+    Plan,
+    Prefill,
+    Restore,
+    SequenceId,
+    StepResult,
+)
 from tinyloop_service.types import Sampling, TokenIds, TokenLogprob
 
 Drawn = list[tuple[int, TokenLogprob | None]]
@@ -42,7 +53,7 @@ class Driver:
         self._clone: list[Clone] = []
         self.drawn: dict[SequenceId, Drawn] = {}
 
-    def step(self, **fields: object) -> None:
+    def step(self, **fields: object) -> StepResult:
         """Run a plan of `fields` and what was opened since the last one."""
         self._number += 1
         plan = Plan(
@@ -56,9 +67,11 @@ class Driver:
         self._released, self._dropped = self._dropped, []
         self._free.extend(self._released)
         self._open, self._extend, self._clone = [], [], []
-        for row in self.engine.step(plan).rows:
+        result = self.engine.step(plan)
+        for row in result.rows:
             logprobs = row.logprobs or (None,) * len(row.tokens)
             self.drawn.setdefault(row.seq, []).extend(zip(row.tokens, logprobs, strict=True))
+        return result
 
     def open(
         self,
@@ -118,6 +131,15 @@ class Driver:
     def prefix(self, tokens: TokenIds, parent: Held | None = None, *, chunk: int | None = None, **options: int) -> Held:
         held = self.open(parent, prompt=tokens, **options)  # type: ignore[arg-type]
         self.prefill(held, chunk)
+        return held
+
+    def restored(self, state: object, tokens: TokenIds, parent: Held | None = None, **options: int) -> Held:
+        """A prefix of `tokens` whose state was saved."""
+        held = self.open(parent, prompt=tokens, **options)  # type: ignore[arg-type]
+        held.length = len(held.tokens)
+        self.room(held, held.length)
+        self._clone.clear()  # it is among the state
+        self.step(restore=(Restore(held.id, held.length, state),), activate=(held.id,))
         return held
 
     def request(

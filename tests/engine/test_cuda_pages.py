@@ -193,7 +193,7 @@ class Plans:
             copied = [(sequence.slot, sequence.parent.slot)] if sequence.parent else []
         extended = self.table.extend([extension] if extension else [])
         activated = [self.table[held.id] for held in activate or []]
-        changes = self.pages.change(extended, activated, clones or [], self.staging)
+        changes = self.pages.change(extended, activated, [], clones or [], self.staging)
         for held in activate or []:
             held.active = True
         for held in named:

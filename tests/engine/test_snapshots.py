@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import engine_of, fitted
+from engines import Kind, engine_of, fitted, make_engine, weights_of
+from test_small_cases import PLAIN
 
 from tinyloop_service.completion import CompletionBuilder
-from tinyloop_service.engine.api import Pending, Plan
-from tinyloop_service.engine.cpu import CpuEngine
+from tinyloop_service.engine.api import Engine, Pending, Plan
 from tinyloop_service.engine.spec import SIZES, Quant
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import NamesSettings, SchedulerSettings
@@ -24,14 +24,14 @@ SPEC = replace(
     SIZES["tiny"], vocab_size=300, d_model=128, head_dim=32, d_ff=256, pre_blocks=1, default_loops=2, max_seq_len=512,
     quant=Quant(4, 64),
 )  # fmt: skip
-MOTHER, CHILD = tuple(range(1, 131)), tuple(range(250, 180, -1))
+MOTHER, CHILD = tuple(i % 96 for i in range(1, 131)), tuple(i % 96 for i in range(250, 180, -1))
 Answers = dict[str, tuple[object, int]]  # (ids and logprobs, cached tokens) by prefix
 
 
 class WatchedEngine:
-    """The CPU engine, and how many prompt tokens it was given to compute."""
+    """An engine, and how many prompt tokens it was given to compute."""
 
-    def __init__(self, engine: CpuEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.num_prompt_tokens = 0
 
@@ -43,17 +43,24 @@ class WatchedEngine:
         return getattr(self._engine, name)
 
 
+def cpu_engine(mode: CacheMode = CacheMode.FP16, *, seed: int = 0, accuracy_level: int = 4) -> Engine:
+    return engine_of(fitted(SPEC, "cpu", mode), mode, seed=seed, accuracy_level=accuracy_level)
+
+
+def cuda_engine(kind: Kind, mode: CacheMode) -> Engine:
+    options: dict[str, Any] = {"cache_mode": mode, "row_counts": (1,), "max_chunk": 256}
+    return make_engine(kind, weights_of(PLAIN), kv_memory=2 << 20, **options)
+
+
 @asynccontextmanager
-async def scheduling(
-    folder: Path, mode: CacheMode = CacheMode.FP16, *, seed: int = 0, accuracy_level: int = 4
-) -> AsyncIterator[tuple[Scheduler, WatchedEngine]]:
-    engine = WatchedEngine(engine_of(fitted(SPEC, "cpu", mode), mode, seed=seed, accuracy_level=accuracy_level))
-    scheduler = Scheduler(engine, SchedulerSettings())
+async def scheduling(folder: Path, engine: Engine) -> AsyncIterator[tuple[Scheduler, WatchedEngine]]:
+    watched = WatchedEngine(engine)
+    scheduler = Scheduler(watched, SchedulerSettings())
     await scheduler.start()
     snapshots = await start_snapshots(scheduler, NamesSettings(snapshot_dir=str(folder)))
     assert snapshots is not None
     try:
-        yield scheduler, engine
+        yield scheduler, watched
     finally:
         await scheduler.close()
         await snapshots.close()
@@ -88,13 +95,23 @@ def files(folder: Path) -> int:
     return len(list(folder.glob("*.safetensors")))
 
 
-@pytest.mark.parametrize("mode", [CacheMode.FP16, CacheMode.H_INT4])
-async def test_the_same_bits_come_from_saved_state(tmp_path: Path, mode: CacheMode) -> None:
-    async with scheduling(tmp_path, mode) as (scheduler, engine):
+ENGINES = [
+    *(pytest.param("cpu", mode, id=f"cpu-{mode.value}") for mode in (CacheMode.FP16, CacheMode.H_INT4)),
+    *(pytest.param("emulated", mode, id=f"emulated-{mode.value}") for mode in CacheMode),
+    *(pytest.param("cuda", mode, id=f"cuda-{mode.value}", marks=pytest.mark.gpu) for mode in CacheMode),
+]
+
+
+@pytest.mark.parametrize(("kind", "mode"), ENGINES)
+async def test_the_same_bits_come_from_saved_state(tmp_path: Path, kind: Kind, mode: CacheMode) -> None:
+    def start() -> Engine:
+        return cpu_engine(mode) if kind == "cpu" else cuda_engine(kind, mode)
+
+    async with scheduling(tmp_path, start()) as (scheduler, engine):
         first = await life(scheduler)
         assert engine.num_prompt_tokens == WHOLE
     assert files(tmp_path) == 2
-    async with scheduling(tmp_path, mode) as (scheduler, engine):
+    async with scheduling(tmp_path, start()) as (scheduler, engine):
         assert await life(scheduler) == first
         assert engine.num_prompt_tokens == SUFFIXES
         for name in ("child", "mother"):
@@ -105,14 +122,14 @@ async def test_the_same_bits_come_from_saved_state(tmp_path: Path, mode: CacheMo
 async def test_state_of_something_else_is_not_used(tmp_path: Path) -> None:
     """Of another model, another rounding, another mode: each is prefilled, and its own state kept instead."""
     for change in ({}, {"seed": 1}, {"accuracy_level": 0}, {"mode": CacheMode.INT8}):
-        async with scheduling(tmp_path, **change) as (scheduler, engine):  # type: ignore[arg-type]
+        async with scheduling(tmp_path, cpu_engine(**change)) as (scheduler, engine):  # type: ignore[arg-type]
             await life(scheduler)
             assert engine.num_prompt_tokens == WHOLE, change
 
 
 async def test_state_that_fits_nothing_here_is_dropped_and_the_prefix_built(tmp_path: Path) -> None:
     """A file whose checksums are right but whose pages are not those of the prefix: no crash, no wrong answer."""
-    async with scheduling(tmp_path) as (scheduler, _):
+    async with scheduling(tmp_path, cpu_engine()) as (scheduler, _):
         first = await life(scheduler)
         states = scheduler.snapshots._states
         mother, child = (scheduler.get_prefix(name).content_sha256 for name in ("mother", "child"))

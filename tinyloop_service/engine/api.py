@@ -115,7 +115,7 @@ class Clone:
 @dataclass(frozen=True, slots=True)
 class Restore:
     """Fill a prefix's own pages, and its kept logits, with what they were when they were saved: in place of all its
-    prefills.  Never with a window."""
+    prefills, and of a Clone.  Never with a window."""
 
     seq: SequenceId
     length: int  # absolute, from then on

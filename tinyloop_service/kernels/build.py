@@ -52,6 +52,16 @@ class KernelBuilder:
         self._cache = cache or default_cache()
         self._precompiled = precompiled
 
+    @property
+    def digest(self) -> str:
+        """Of all sources and headers, and of what the compiler is told."""
+        folders = (self._sources, *_headers(self._sources))
+        paths = sorted({path for folder in folders for path in folder.glob("*.cu*")}, key=lambda path: path.name)
+        digest = hashlib.sha256("\0".join(OPTIONS).encode())
+        for path in paths:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return digest.hexdigest()[:20]
+
     def cubin(self, stem: str, defines: Mapping[str, int]) -> Path:
         """The compiled form of sources/<stem>.cu, from one of the directories or made now."""
         return self.find(stem, defines) or _keep(self._cached(stem, defines), self.compile(stem, defines))

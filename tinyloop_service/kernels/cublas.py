@@ -45,6 +45,13 @@ class CuBlas:
         self._gemm = self._library.cublasGemmEx
         self._gemm.argtypes = _GEMM_ARGUMENTS
 
+    @property
+    def version(self) -> int:
+        """For example 130100."""
+        version = ctypes.c_int()
+        self._check("cublasGetVersion_v2", self._handle, ctypes.byref(version))
+        return version.value
+
     def gemm(
         self,
         x: int,

@@ -55,6 +55,10 @@ class CupyDevice:
         self._wanted: set[CupyKernel] | None = None  # while preparing: what would have been launched
         self._can_depend = int(self.arch.removeprefix("sm_")) >= 90
 
+    @property
+    def arithmetic(self) -> str:
+        return f"{self.name}, {self.arch}, cuBLAS {self._blas.version}, kernels {self._builder.digest}"
+
     # ---- memory
 
     def empty(self, shape: Shape, dtype: DTypeLike) -> Any:

@@ -74,6 +74,11 @@ class Device(Protocol):
         ...
 
     @property
+    def arithmetic(self) -> str:
+        """Names all that decides the bits of what kernels and products give: hardware, libraries, sources."""
+        ...
+
+    @property
     def num_sms(self) -> int: ...
 
     @property

@@ -13,6 +13,7 @@ from tinyloop_service.kernels.device import Array
 from tinyloop_service.kernels.match import Expected
 
 PAGE_TOKENS = 64
+VERSION = 1  # of all that lies in stored pages, of h too: another one where any of it changes, so that saved state goes
 
 
 def is_int8(pool: Array) -> bool:

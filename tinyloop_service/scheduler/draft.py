@@ -53,6 +53,7 @@ class Draft:
     def restore(self, sequence: Sequence, state: object) -> None:
         """All of a prefix at once, from saved state."""
         self.open(sequence, None, ())
+        sequence.cloned = True  # what it has inherited of its first block is among it
         self._grow(sequence, sequence.extent.end)
         self._restore.append(Restore(sequence.id, sequence.extent.end, state))
 

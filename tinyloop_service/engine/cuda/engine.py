@@ -30,12 +30,14 @@ from tinyloop_service.engine.cuda.prompt import PromptPass
 from tinyloop_service.engine.cuda.selfcheck import check_products, check_rows
 from tinyloop_service.engine.cuda.sequences import SequenceTable
 from tinyloop_service.engine.cuda.slabs import SlabPool
+from tinyloop_service.engine.cuda.states import States
 from tinyloop_service.engine.cuda.weights import DeviceModel, load_weights, weight_bytes
 from tinyloop_service.engine.cuda.work import Planner
 from tinyloop_service.engine.limits import limits_of
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.errors import EngineFault
+from tinyloop_service.kernels import page_layout
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.sample import SamplerTables
 from tinyloop_service.types import CacheMode
@@ -86,15 +88,16 @@ class CudaEngine:
             device, model, arena, products, projection, max_rows=rows.of_pass, max_last=rows.of_step
         )  # fmt: skip
         hidden = projection if isinstance(projection, Hidden) else None
-        self._machine: Machine | None = Machine(device, spec, arena, sampler, decoder, prompt, hidden)
+        states = States(device, spec, layout, arena)
+        self._machine: Machine | None = Machine(device, spec, arena, sampler, decoder, prompt, hidden, states)
         self._flights = [Flight(device), Flight(device)]
         num_slabs = budget.num_slabs(layout, spec, device.memory()[0])
         arena.take_pool(device, layout, num_slabs)
         self._table = SequenceTable(MOST_SLOTS, spec.cache_layers(spec.max_loops), max_blocks(spec))
         self._pages = _pages(layout, spec, self._table, arena, num_slabs)
-        planner = Planner(self._table, self._pages, arena, sampler, decoder, prompt, debug=debug)
+        planner = Planner(self._table, self._pages, arena, sampler, decoder, prompt, states, debug=debug)
         self._planner: Planner | None = planner
-        self._limits = _limits(weights, layout, num_slabs, max_chunk)
+        self._limits = _limits(weights, layout, num_slabs, max_chunk, _snapshot_id(weights, device))
         self._warm(self._machine, say)
 
     @property
@@ -206,7 +209,12 @@ def _pages(layout: Layout, spec: ModelSpec, table: SequenceTable, arena: Arena, 
     return SlabPages(spec, table, SlabPool(num_slabs, layout.per_slab), places_index=arena.places_index)
 
 
-def _limits(weights: ModelWeights, layout: Layout, num_slabs: int, max_chunk: int) -> Limits:
+def _snapshot_id(weights: ModelWeights, device: Device) -> str:
+    """What decides the bits of a prefix's state, beside the model file and the cache mode."""
+    return f"cuda, pages {page_layout.VERSION}, {device.arithmetic}, {type(weights.loop[0].q).__name__}"
+
+
+def _limits(weights: ModelWeights, layout: Layout, num_slabs: int, max_chunk: int, snapshot_id: str) -> Limits:
     return limits_of(
         weights,
         cache_mode=layout.mode,
@@ -219,4 +227,5 @@ def _limits(weights: ModelWeights, layout: Layout, num_slabs: int, max_chunk: in
         max_steps=MAX_STEPS,
         busy_steps=BUSY_STEPS,
         split_tokens=PAGE_TOKENS,
+        snapshot_id=snapshot_id,
     )

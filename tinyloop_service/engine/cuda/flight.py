@@ -2,8 +2,8 @@
 
     submit: tables → Staging → device … device → Landing, then an event       result: wait for the event, read Landing
 
-In: what a batch draws, as device arrays.  Out: a `StepResult`, from whatever thread asks.  Two flights take turns, so
-that a plan never touches what the one before is still sending or receiving.
+In: what a batch draws, as device arrays, and state that is saved.  Out: a `StepResult`, from whatever thread asks.  Two
+flights take turns, so that a plan never touches what the one before is still sending or receiving.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.engine.api import RowOutput, SequenceId, StepResult
+from tinyloop_service.engine.api import RowOutput, Saved, SequenceId, StepResult
 from tinyloop_service.engine.cuda.staging import Staging
+from tinyloop_service.engine.cuda.states import SavedState
 from tinyloop_service.errors import EngineFault
-from tinyloop_service.kernels.device import Array, Device
+from tinyloop_service.kernels.device import Array, Device, Host
 from tinyloop_service.types import TokenLogprob
 
 _STAGED_WORDS = 1 << 16
@@ -81,6 +82,8 @@ class Flight:
         self._landing = Landing(device, _LANDED_WORDS)
         self._event = device.event()
         self._drawn: list[Drawn] = []
+        self._saved: list[SavedState] = []
+        self._held: list[Host] = []
         self._pending: PendingStep | None = None
 
     def begin(self) -> None:
@@ -88,7 +91,7 @@ class Flight:
         if self._pending is not None:
             self._pending.settle()
         self._pending = None
-        self._drawn = []
+        self._drawn, self._saved, self._held = [], [], []
         self.staging.clear()
         self._landing.clear()
 
@@ -103,18 +106,26 @@ class Flight:
         else:
             self._drawn.append(Drawn(sequences, wanted, landed(tokens), None, None))
 
+    def save(self, state: SavedState) -> None:
+        """Its copies are queued."""
+        self._saved.append(state)
+
+    def hold(self, memory: Host) -> None:
+        """Copies that read it are queued."""
+        self._held.append(memory)
+
     def end(self) -> PendingStep:
         """Everything of the plan is queued."""
         self._event.record()
-        self._pending = PendingStep(self._event, tuple(self._drawn))
+        self._pending = PendingStep(self._event, tuple(self._drawn), tuple(self._saved))
         return self._pending
 
 
 class PendingStep:
     """A `Pending`."""
 
-    def __init__(self, event: Any, drawn: tuple[Drawn, ...]) -> None:
-        self._event, self._drawn = event, drawn
+    def __init__(self, event: Any, drawn: tuple[Drawn, ...], saved: tuple[SavedState, ...]) -> None:
+        self._event, self._drawn, self._saved = event, drawn, saved
         self._lock = threading.Lock()  # the engine's thread reads an answer that nobody came for
         self._outcome: StepResult | Exception | None = None
 
@@ -134,7 +145,8 @@ class PendingStep:
     def _read(self) -> StepResult | Exception:
         try:
             self._event.synchronize()
-            return StepResult(tuple(output for drawn in self._drawn for output in drawn.outputs()))
+            saved = tuple(Saved(state.seq, state.finish()) for state in self._saved)
+            return StepResult(tuple(output for drawn in self._drawn for output in drawn.outputs()), saved)
         except EngineFault as error:
             return error
         except Exception as error:

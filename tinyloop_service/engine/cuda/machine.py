@@ -1,7 +1,7 @@
 """All that an engine has on the device, and how the work of a plan is launched on it.
 
-    one copy of all tables; stored pages moved; pages poisoned, page tables written, pages zeroed
-    stored pages cloned and made active (h modes); partial pages cloned
+    one copy of all tables; stored pages moved; state saved; pages poisoned, page tables written, pages zeroed
+    state restored; stored pages cloned and made active (h modes); partial pages cloned
     first tokens from kept outputs; prompts; decode steps, a graph replayed for each
     what was drawn on its way back
 
@@ -24,6 +24,7 @@ from tinyloop_service.engine.cuda.hidden import Hidden
 from tinyloop_service.engine.cuda.memory import Arena, keys_and_values
 from tinyloop_service.engine.cuda.pages import StoredWork
 from tinyloop_service.engine.cuda.prompt import PassShape, PromptPass
+from tinyloop_service.engine.cuda.states import States
 from tinyloop_service.engine.cuda.work import Batch, DecodeWork, PromptWork, Work
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.kernels.device import Array, Device
@@ -43,6 +44,7 @@ class Machine:
     decoder: Decoder
     prompt: PromptPass
     hidden: Hidden | None  # where h is stored
+    states: States
 
     def prepare(self, heard: Callable[[int, int], None]) -> None:
         """Compile and load every kernel; `heard` is told how many are ready, of how many."""
@@ -59,6 +61,8 @@ class Machine:
 
     def launch(self, work: Work, flight: Flight) -> None:
         """Queue everything else of a plan that was begun."""
+        for save in work.saved:
+            flight.save(self.states.save(save))
         self._change_memory(work, flight)
         for first in work.first:
             self._gather_outputs(flight.staging.there(first.index))
@@ -80,6 +84,8 @@ class Machine:
             write_words(device, arena.words, there(work.written))
         if work.zeroed.size:
             zero(device, arena.pool, there(work.zeroed))
+        for restore in work.restored:
+            flight.hold(self.states.restore(restore))
         if work.stored is not None and self.hidden is not None:
             self._make_active(work.stored, self.hidden, flight)
         if work.cloned.size:

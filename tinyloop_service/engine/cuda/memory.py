@@ -73,6 +73,12 @@ class Layout:
         """Stored pages that a slab has room for."""
         return self.slab_bytes // self.page_bytes
 
+    def offsets(self, stored: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Bytes from the beginning of the pool on, of places or, where K and V are stored, of pages."""
+        slabs, nth = np.divmod(stored.astype(np.int64), self.per_slab)
+        offsets: NDArray[np.int64] = slabs * self.slab_bytes + nth * self.page_bytes
+        return offsets
+
     def least_slabs(self, num_layers: int) -> int:
         """For one block, stored and read."""
         return num_layers + (-(-num_layers // self.per_slab) if self.stores_h else 0)

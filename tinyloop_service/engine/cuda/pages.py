@@ -65,8 +65,16 @@ class Pages(Protocol):
 
     def deactivate(self, sequence: Sequence) -> None: ...
 
-    def change(self, extended: Ints, activated: Listed[Sequence], clones: Iterable[Clone], staging: Staging) -> Changes:
-        """extended: (index into the tables, page id) [n, 2] of pages that are taken."""
+    def change(
+        self,
+        extended: Ints,
+        activated: Listed[Sequence],
+        restored: Listed[Sequence],
+        clones: Iterable[Clone],
+        staging: Staging,
+    ) -> Changes:
+        """extended: (index into the tables, page id) [n, 2] of pages that are taken.  restored: what is stored of these
+        comes with this plan."""
         ...
 
     def begun(self) -> None:
@@ -79,6 +87,10 @@ class Pages(Protocol):
 
     def find(self, pages: Ints) -> Ints:
         """Where in the pool active pages are."""
+        ...
+
+    def find_stored(self, pages: Ints) -> Ints:
+        """Where pages are stored, once the last plan's moves are made."""
         ...
 
     def take_poisoned(self, released: Listed[int]) -> Listed[int]:
@@ -98,7 +110,14 @@ class PlainPages:
     def deactivate(self, sequence: Sequence) -> None:
         pass
 
-    def change(self, extended: Ints, activated: Listed[Sequence], clones: Iterable[Clone], staging: Staging) -> Changes:
+    def change(
+        self,
+        extended: Ints,
+        activated: Listed[Sequence],
+        restored: Listed[Sequence],
+        clones: Iterable[Clone],
+        staging: Staging,
+    ) -> Changes:
         return Changes(extended, None)
 
     def begun(self) -> None:
@@ -108,6 +127,9 @@ class PlainPages:
         pass
 
     def find(self, pages: Ints) -> Ints:
+        return pages
+
+    def find_stored(self, pages: Ints) -> Ints:
         return pages
 
     def take_poisoned(self, released: Listed[int]) -> Listed[int]:
@@ -163,13 +185,21 @@ class SlabPages:
             self._give(self._own(sequence).reshape(-1))
             sequence.active = False
 
-    def change(self, extended: Ints, activated: Listed[Sequence], clones: Iterable[Clone], staging: Staging) -> Changes:
+    def change(
+        self,
+        extended: Ints,
+        activated: Listed[Sequence],
+        restored: Listed[Sequence],
+        clones: Iterable[Clone],
+        staging: Staging,
+    ) -> Changes:
         idle = list(dict.fromkeys(sequence for sequence in activated if not sequence.active))
         if not (len(extended) or idle or self._moves or self._moved or self._clearing):
             return Changes(extended, None)
         self._take(np.concatenate([extended[:, 1], *(self._own(sequence).reshape(-1) for sequence in idle)]))
         words = [*self._name(extended), *chain.from_iterable(map(self._revive, idle))]
-        return Changes(np.concatenate(words) if words else extended, self._stored_work(idle, clones, staging))
+        stored = self._stored_work([*idle, *restored], clones, staging)
+        return Changes(np.concatenate(words) if words else extended, stored)
 
     def begun(self) -> None:
         self._moves.clear()
@@ -183,6 +213,11 @@ class SlabPages:
         slabs = self._slab.take(pages)
         assert (slabs >= 0).all(), f"page {pages[slabs < 0][0]} is read or copied but not active"
         return slabs
+
+    def find_stored(self, pages: Ints) -> Ints:
+        places = self._place.take(pages)
+        assert (places >= 0).all(), f"page {pages[places < 0][0]} is saved or restored but not stored"
+        return places
 
     def take_poisoned(self, released: Listed[int]) -> Listed[int]:
         freed, self._freed = self._freed, []

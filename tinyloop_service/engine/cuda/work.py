@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tinyloop_service.engine.api import Plan, Prefill, SequenceId
+from tinyloop_service.engine.api import PAGE_TOKENS, Plan, Prefill, Restore, SequenceId
 from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, Span, SplitTables, prompt_tables, tile_order
 from tinyloop_service.engine.cuda.buffers import BatchSections
 from tinyloop_service.engine.cuda.decoding import Decoder
@@ -25,6 +25,7 @@ from tinyloop_service.engine.cuda.pages import Pages, StoredWork
 from tinyloop_service.engine.cuda.prompt import PassShape, PromptPass
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
 from tinyloop_service.engine.cuda.staging import Aside, Section, Staging
+from tinyloop_service.engine.cuda.states import RestoreWork, SaveWork, States
 from tinyloop_service.kernels.sample import SamplerTables
 
 T = TypeVar("T")
@@ -71,10 +72,12 @@ class DecodeWork:
 class Work:
     """Pages are indices into the pool."""
 
+    saved: tuple[SaveWork, ...]
     poisoned: Section  # pages [n]
     copied: Section  # (target, source) [n, 2] rows of the page tables
     written: Section  # (index, value) [n, 2] of the arena's words
     zeroed: Section  # pages [n]
+    restored: tuple[RestoreWork, ...]
     stored: StoredWork | None
     cloned: Section  # (source, target, tokens) [n, 3]
     first: tuple[FirstWork, ...]
@@ -93,10 +96,12 @@ class Planner:
         sampler: SamplerTables,
         decoder: Decoder,
         prompt: PromptPass,
+        states: States,
         *,
         debug: bool,
     ) -> None:
         self._table, self._pages, self._arena, self._sampler = table, pages, arena, sampler
+        self._states = states
         self._decoder, self._prompt, self._debug = decoder, prompt, debug
         self._splits = SplitTables()
 
@@ -107,7 +112,8 @@ class Planner:
         copied = self._open(plan, lengths)
         extended = self._table.extend(plan.extend)
         activated = [self._table[seq] for seq in plan.activate]
-        changes = self._pages.change(extended, activated, plan.clone, staging)
+        restored = [self._begin_restored(restore, lengths) for restore in plan.restore]
+        changes = self._pages.change(extended, activated, restored, plan.clone, staging)
         zeroed = self._pages.find(self._table.not_filled(extended, plan.prefill))
         cloned = self._clones(plan)
         first = tuple(self._first(plan.first, staging))
@@ -118,10 +124,12 @@ class Planner:
         at = self._arena.length_index
         moved = _ints([(at + slot, length) for slot, length in lengths.items()], 2)
         return Work(
+            saved=tuple(self._save_work(self._table[seq]) for seq in plan.save),
             poisoned=staging.put(np.array(poisoned, np.int32) if self._debug else _NO_WORDS),
             copied=staging.put(copied),
             written=staging.put(np.concatenate([changes.written, moved])),
             zeroed=staging.put(zeroed),
+            restored=tuple(self._restore_work(self._table[restore.seq], restore) for restore in plan.restore),
             stored=changes.stored,
             cloned=staging.put(cloned),
             first=first,
@@ -169,6 +177,28 @@ class Planner:
             if opening.sampling is not None:
                 self._sampler.write(sequence.slot, opening.sampling, opening.prompt)
         return _ints(copied, 2)
+
+    def _save_work(self, sequence: Sequence) -> SaveWork:
+        assert sequence.is_prefix and sequence.has_output, f"sequence {sequence.id} is no prefix, or not built"
+        last_tokens = sequence.length - (sequence.next_block - 1) * PAGE_TOKENS
+        return SaveWork(sequence.id, sequence.slot, self._stored(sequence), last_tokens)
+
+    def _begin_restored(self, restore: Restore, lengths: dict[int, int]) -> Sequence:
+        sequence = self._table[restore.seq]
+        assert sequence.is_prefix and sequence.length == sequence.start, f"sequence {restore.seq} has begun"
+        self._table.require_room(sequence, restore.length)
+        sequence.length = lengths[sequence.slot] = restore.length
+        sequence.has_output = True
+        return sequence
+
+    def _restore_work(self, sequence: Sequence, restore: Restore) -> RestoreWork:
+        stored = self._stored(sequence)
+        return RestoreWork(sequence.slot, stored, self._states.check(restore.state, *stored.shape))
+
+    def _stored(self, sequence: Sequence) -> Ints:
+        """[blocks, layers]"""
+        pages = np.array(sequence.blocks, np.int32).reshape(len(sequence.blocks), -1)
+        return self._pages.find_stored(pages)
 
     def _first(self, rows: Iterable[SequenceId], staging: Staging) -> Iterator[FirstWork]:
         for part in _cut([self._table[seq] for seq in rows], self._decoder.max_rows):
