@@ -23,7 +23,7 @@ constexpr int kHeadPieces = kHeadElements / kPieceElements;  // of K, and of V
 
 struct SharedPage : SharedScales {
   alignas(16) Piece keys[kPageTokens][kRowPieces];
-  alignas(16) Piece values[kHeadPieces];  // shared_value_piece
+  SharedValues<> values;
 };
 
 // Where a token has a piece.  Lanes read four pieces of several tokens at once, which must not meet in a bank: of halves
@@ -65,10 +65,9 @@ DEVICE void copy_page(SharedPage& page, const PageHead& from, Sight any, int fir
   }
 #pragma unroll
   for (int i = threadIdx.x; i < kHeadPieces / kCopyPieces; i += kThreads) {
-    const int at = i * kCopyPieces, octet = octet_of_piece(at), token = 8 * octet;
+    const int at = i * kCopyPieces, token = at / kHeadDim * kPieceElements;
     if (token >= first && token < end)
-      copy_if(&page.values[shared_value_piece(dim_of_piece(at), octet)], from.values + 8 * at,
-              sees_some(any, token, 8), policy);
+      copy_if(&page.values.of_piece(at), from.values + 8 * at, sees_some(any, token, 8), policy);
   }
   page.copy_scales(from.key_scales, from.value_scales, [&](uint4* shared, const uint4* scales, int token) {
     if (token >= first && token < end) cp_async16(shared, scales, sees_some(any, token, 8));  // ptx.cuh says why
@@ -117,7 +116,7 @@ DEVICE void weigh_tile(PageWeights<2>& weights, const HeldQueries& held, const Q
 
 DEVICE const Piece& value_piece(const SharedPage& page, int group, int n, int j) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, dim = 8 * (group * kGroupTiles + n) + g;
-  return page.values[shared_value_piece(dim, 4 * j + t)];
+  return page.values.of(dim, 4 * j + t);
 }
 
 // Levels in pairs of words, as they lie: a word at a time they would meet in banks.

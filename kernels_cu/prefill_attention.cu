@@ -34,8 +34,8 @@ constexpr int kHeadPieces = kHeadElements / 8;
 
 // K and V of one head in a page, in shared memory: halves or levels, and their scales if they have any.
 struct Stage : SharedScales {
-  uint4 keys[kHeadPieces];    // [64][D/8]
-  uint4 values[kHeadPieces];  // [D][8]
+  uint4 keys[kHeadPieces];  // place_of_key
+  SharedValues<uint4> values;
 };
 
 // A lane's part of its warp's 16 queries: rows g and g + 8.
@@ -44,15 +44,15 @@ struct Queries {
   int position[2];  // −1: none, or not among the rows that attend
 };
 
-// Where piece c of a row lies.  Two rows at a time are read, 4 pieces each: they must not meet in a bank.
-DEVICE int swizzled(int row, int piece, int row_pieces) { return row * row_pieces + (piece ^ (row % 2 * 4)); }
+// Where a piece of K lies.  Two tokens at a time are read, 4 pieces each: they must not meet in a bank.
+DEVICE int place_of_key(int token, int piece) { return token * kRowPieces + (piece ^ (token % 2 * 4)); }
+DEVICE int place_of_key(int nth) { return place_of_key(nth / kRowPieces, nth % kRowPieces); }
 
 #ifdef TL_INT8
 
 // A page comes as levels.  Once it is here all threads widen it, so that warps do not each do it.
 struct Arrival : SharedScales {
-  uint4 keys[kHeadPieces / kCopyPieces];    // in their order
-  uint4 values[kHeadPieces / kCopyPieces];  // shared_value_piece
+  uint4 keys[kHeadPieces / kCopyPieces], values[kHeadPieces / kCopyPieces];
 };
 
 struct Pages {
@@ -63,9 +63,8 @@ struct Pages {
 #pragma unroll
     for (int i = 0; i < kHeadPieces / kCopyPieces / kThreads; ++i) {
       const int c = i * kThreads + threadIdx.x;
-      const int first = c * kCopyPieces, place = shared_value_piece(dim_of_piece(first), octet_of_piece(first));
       cp_async16(&arrival.keys[c], keys + c, true);
-      cp_async16(&arrival.values[place / kCopyPieces], values + c, true);
+      cp_async16(&arrival.values[c], values + c, true);
     }
     arrival.copy_scales(key_scales, value_scales,
                         [](uint4* shared, const uint4* scales, int) { cp_async16(shared, scales, true); });
@@ -74,14 +73,12 @@ struct Pages {
   // Then the next page may come.
   DEVICE const Stage& take(int) {
     const Piece* keys = reinterpret_cast<const Piece*>(arrival.keys) + threadIdx.x;
-    const Piece* values = reinterpret_cast<const Piece*>(arrival.values);
-    values += shared_value_piece(threadIdx.x / kOctets, threadIdx.x % kOctets);
-    uint4* to_keys = stage.keys + swizzled(threadIdx.x / kRowPieces, threadIdx.x % kRowPieces, kRowPieces);
-    uint4* to_values = stage.values + swizzled(threadIdx.x / kOctets, threadIdx.x % kOctets, kOctets);
+    const Piece* values = reinterpret_cast<const Piece*>(arrival.values) + threadIdx.x;
+    uint4* to_keys = stage.keys + place_of_key(threadIdx.x);
 #pragma unroll 4  // all at once would take the registers of the state
-    for (int i = 0; i < kHeadPieces; i += kThreads) {  // 16 dims, and an even number of tokens, further on
+    for (int i = 0; i < kHeadPieces; i += kThreads) {  // an even number of tokens further on
       to_keys[i] = halves_of(keys[i]);
-      to_values[i] = halves_of(values[i / kOctets]);
+      stage.values.of_piece(i + threadIdx.x) = halves_of(values[i]);
     }
     stage.copy_scales(arrival.of_keys, arrival.of_values,
                       [](uint4* shared, const uint4* scales, int) { *shared = *scales; });
@@ -101,8 +98,8 @@ struct Pages {
 #pragma unroll
     for (int i = 0; i < kHeadPieces / kThreads; ++i) {
       const int c = i * kThreads + threadIdx.x;
-      cp_async16(&stage.keys[swizzled(c / kRowPieces, c % kRowPieces, kRowPieces)], keys + c, true);
-      cp_async16(&stage.values[swizzled(c / 8, c % 8, 8)], values + c, true);
+      cp_async16(&stage.keys[place_of_key(c)], keys + c, true);
+      cp_async16(&stage.values.of_piece(c), values + c, true);
     }
   }
 
@@ -155,7 +152,7 @@ DEVICE void score(Scores& scores, const Queries& queries, const Stage& stage) {
     for (int first = 0; first < kScoreTiles; first += kGroup) {
       uint4 keys[kGroup];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) keys[i] = stage.keys[swizzled(token_of(first + i, g), 4 * j + t, kRowPieces)];
+      for (int i = 0; i < kGroup; ++i) keys[i] = stage.keys[place_of_key(token_of(first + i, g), 4 * j + t)];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i)
         mma_m16n8k16(scores[first + i], {low.x, high.x, low.y, high.y}, keys[i].x, keys[i].y);
@@ -181,7 +178,7 @@ DEVICE void mix(State& state, Scores& scores, const Stage& stage) {
     for (int first = 0; first < kDimTiles; first += kGroup) {
       uint4 values[kGroup];
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) values[i] = stage.values[swizzled(8 * (first + i) + g, 4 * j + t, 8)];
+      for (int i = 0; i < kGroup; ++i) values[i] = stage.values.of(8 * (first + i) + g, 4 * j + t);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) mma_m16n8k16(state.o[first + i], weights[2 * j], values[i].x, values[i].y);
 #pragma unroll

@@ -13,11 +13,12 @@
 //
 //    turn j reads K of page j + 1 and V of page j; on their way are K of j + 2, j + 3 and V of j + 1, j + 2.
 //
-// In shared memory rows of 64 halves follow each other, their 16-byte pieces swizzled (ptx_sm90.cuh): copies and
-// products meet no bank twice, and a copy asks the L2 cache for whole lines.
+// In shared memory rows of 64 halves of K follow each other, their 16-byte pieces swizzled (ptx_sm90.cuh); V lies as in
+// the page, where 8 dims of an octet are an 8x8 matrix.  Copies and products meet no bank twice, and a copy asks the L2
+// cache for whole lines.
 //
-//    K  [D/64][64 tokens][64 dims]    b operand of the scores
-//    V  [D dims][64 tokens]           b operand of the mix
+//    K  [D/64][64 tokens][64 dims]          b operand of the scores
+//    V  [8 octets][D dims][8 tokens]        b operand of the mix
 #include "prefill_softmax.cuh"
 #include "ptx_sm90.cuh"
 
@@ -25,6 +26,8 @@ constexpr int kRing = 3;
 constexpr int kRowBytes = 128, kRowPieces = kRowBytes / 16;
 constexpr int kBlockBytes = 64 * kRowBytes;   // 64 rows
 constexpr int kStepBytes = 32;                // 16 halves of a row
+constexpr int kMatrixBytes = 128;             // 8 dims of an octet
+constexpr int kOctetBytes = kHeadDim / 8 * kMatrixBytes;
 constexpr int kDimSteps = kHeadDim / 16;      // wgmma steps over the dimensions
 constexpr int kHeadPieces = kHeadElements / 8;
 constexpr int kOutputTiles = 8;               // column tiles of one wgmma
@@ -65,17 +68,25 @@ struct Feed {
 
 DEVICE int page_of(const Feed& feed) { return feed.pages[feed.step.slot * feed.table_stride + feed.step.block]; }
 
-// A head's K ([64][D], kBlocks = D/64) or V ([D][64], kBlocks = 1): rows of kBlocks times 64 halves.
-template <int kBlocks>
-DEVICE void copy_rows(unsigned char* matrix, const u16* halves) {
+// A head's K, [64][D].
+DEVICE void copy_keys(unsigned char* matrix, const u16* keys) {
+  constexpr u32 kBlocks = kHeadDim / 64;  // of 64 halves, of a row
   constexpr u32 kPieces = kBlocks * kRowPieces, kRows = kThreads / kPieces;  // of a row; that all threads copy at once
   static_assert(kRows % 8 == 0, "a thread's pieces are swizzled alike");
   const u32 n = threadIdx.x, row = n / kPieces, block = n / kRowPieces % kBlocks, piece = n % kRowPieces ^ row % 8;
   unsigned char* to = matrix + block * kBlockBytes + row * kRowBytes + piece * 16;
-  const u16* from = halves + 8 * n;
+  const u16* from = keys + 8 * n;
 #pragma unroll
   for (int i = 0; i < kHeadPieces / kThreads; ++i)
     cp_async16(to + i * kRows * kRowBytes, from + i * 8 * kThreads, true);
+}
+
+// A head's V.
+DEVICE void copy_values(unsigned char* matrix, const u16* values) {
+  unsigned char* to = matrix + 16 * threadIdx.x;
+  const u16* from = values + 8 * threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kHeadPieces / kThreads; ++i) cp_async16(to + i * 16 * kThreads, from + i * 8 * kThreads, true);
 }
 
 DEVICE int slot_after(int slot) { return slot + 1 == kRing ? 0 : slot + 1; }
@@ -84,12 +95,12 @@ DEVICE int slot_after(int slot) { return slot + 1 == kRing ? 0 : slot + 1; }
 DEVICE void copy_next(Feed& feed, Rings& rings, const Rows& rows, const Tile& tile) {
   if (feed.before >= 0) {
     const u16* values = page_values(feed.pool, feed.before, feed.kv_head, feed.num_kv_heads);
-    copy_rows<1>(rings.values[feed.value_slot], values);
+    copy_values(rings.values[feed.value_slot], values);
     feed.value_slot = slot_after(feed.value_slot);
   }
   if (feed.page >= 0) {
     const u16* keys = page_keys(feed.pool, feed.page, feed.kv_head, feed.num_kv_heads);
-    copy_rows<kHeadDim / 64>(rings.keys[feed.key_slot], keys);
+    copy_keys(rings.keys[feed.key_slot], keys);
     feed.key_slot = slot_after(feed.key_slot);
   }
   cp_async_commit();
@@ -116,13 +127,13 @@ DEVICE void start_scores(Scores& scores, const Queries& queries, const unsigned 
 
 // Starts o += weights · V.
 DEVICE void start_mix(State& state, const u32 (&weights)[kSteps][4], const unsigned char* values) {
-  const SharedMatrix matrix = swizzled_matrix(values);
+  const SharedMatrix matrix = shared_matrix(values, kOctetBytes, kMatrixBytes);
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
 #pragma unroll
     for (int first = 0; first < kDimTiles; first += kOutputTiles) {
       auto& o = reinterpret_cast<float(&)[kOutputTiles][4]>(state.o[first]);
-      wgmma(o, weights[s], matrix + (first * 8 * kRowBytes + s * kStepBytes), true);
+      wgmma(o, weights[s], matrix + (s * 2 * kOctetBytes + first * kMatrixBytes), true);
     }
   wgmma_commit();
 }

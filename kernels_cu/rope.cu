@@ -13,18 +13,17 @@
 //   layer, T, H, G, max_layers, max_blocks.   D is 64 or 128; 16-byte alignment.
 //   H = 0: K and V alone, q is not read.  G = 0 with TL_QUERIES_ONLY: q alone, tables and pool are not read.
 //
-// The first blocks are a V head of 64 tokens each: V is transposed through shared memory, and written 8 tokens at a
-// time where 8 rows that begin at a multiple of 8 are neighbours in a page too.  The others turn: a thread takes 8
-// pairs of a token in 4 heads of q and K; a token's threads are neighbours, so that its cos and sin are read once.
+// The first blocks are a V head of 64 tokens each: V is transposed through shared memory, an octet of rows a warp, and
+// written two tokens at a time where two rows that begin at an even one are neighbours in a page too, so that a warp
+// fills whole lines.  The others turn: a thread takes 8 pairs of a token in 4 heads of q and K; a token's threads are
+// neighbours, so that its cos and sin are read once.
 // All loads are under way while the tokens' places are looked up, and 1024 tokens are on the device at once.
 //
 // fp32: the rotation, products and sum each rounded; fp16: what is stored.  Bytes: (H + 2G)·D·2 read and written a
 // token, and D·4 of cos and sin per group of heads.
 #include "rope.cuh"
 
-constexpr int kOctetPairs = kThreads / kOctets;  // pairs of dims that a block transposes at once
-constexpr int kRowWords = kHeadDim / 2 + 1;      // of a token in shared memory: an odd number of banks
-static_assert(kHeadDim / 2 % kOctetPairs == 0);
+static_assert(kThreads / 32 == kTokens / kPieceElements, "an octet a warp");
 
 // A q head goes to its row of q, a K head to its row of the page.
 DEVICE u16* target_of(const Token& token, int head, u16* q, u16* pool, const Shape& shape) {
@@ -52,14 +51,12 @@ DEVICE void turn_heads(Pieces& pieces, const Token& token, int first_head, const
   }
 }
 
-// 64 tokens × D of one V head, in shared memory, and where each token goes.
+// 64 tokens × D of one V head, in shared memory, and where each token goes.  Rows are a piece apart: those of an octet
+// lie in banks of their own.
 struct Values {
-  u32 words[kTokens * kRowWords + 4];
+  uint4 rows[kTokens][kRowPieces + 1];
   Places places;
 };
-
-// The words of a token; those that are read together, 8 tokens apart, lie in banks of their own.
-DEVICE int row_of(int token) { return token * kRowWords + token / (kTokens / 2) * 4; }
 
 DEVICE void stage_values(Values& values, const u16* qkv, int first_token, int num_tokens, int head,
                          const Shape& shape) {
@@ -72,50 +69,50 @@ DEVICE void stage_values(Values& values, const u16* qkv, int first_token, int nu
 #pragma unroll
   for (int i = 0; i < kValuePieces; ++i) {
     const int at = i * kThreads + threadIdx.x;
-    u32* words = values.words + row_of(at / kRowPieces) + at % kRowPieces * 4;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) words[j] = word_of(pieces[i], j);
+    values.rows[at / kRowPieces][at % kRowPieces] = pieces[i];
   }
 }
+
+// Where V of two tokens goes, of one dim; null: nowhere.
+struct PairTarget {
+  u16 *first, *second;
+  bool together;  // the two are a word
+};
 
 DEVICE u16* value_target(const Values& values, int token, int dim, u16* pool, int kv_head, const Shape& shape) {
-  const u16* page = page_values(pool, values.places.page[token], kv_head, shape.num_kv_heads);
-  return const_cast<u16*>(page) + dim * kPageTokens + values.places.place[token];
+  const int page = values.places.page[token], place = values.places.place[token];
+  if (page < 0) return nullptr;
+  const u16* octet = page_values(pool, page, kv_head, shape.num_kv_heads) +
+                     value_piece(dim, place / kPieceElements) * kPieceElements;
+  return const_cast<u16*>(octet) + place % kPieceElements;
 }
 
-// Of 8 tokens two neighbouring dims, a word a token.
-DEVICE void store_octet(const u32 (&words)[8], u16* low, u16* high) {
-  constexpr u32 kLow = 0x5410, kHigh = 0x7632;
-  uint4* targets[2] = {reinterpret_cast<uint4*>(low), reinterpret_cast<uint4*>(high)};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const u32 half = i == 0 ? kLow : kHigh;
-    *targets[i] = {permute_bytes(words[0], words[1], half), permute_bytes(words[2], words[3], half),
-                   permute_bytes(words[4], words[5], half), permute_bytes(words[6], words[7], half)};
+DEVICE PairTarget pair_target(const Values& values, int token, int dim, u16* pool, int kv_head, const Shape& shape) {
+  u16* first = value_target(values, token, dim, pool, kv_head, shape);
+  u16* second = value_target(values, token + 1, dim, pool, kv_head, shape);
+  return {first, second, first && second == first + 1 && values.places.place[token] % 2 == 0};
+}
+
+// Of the dim that lies `halves` further on.
+DEVICE void store_pair(u32 pair, const PairTarget& target, int halves) {
+  if (target.together) {
+    *reinterpret_cast<u32*>(target.first + halves) = pair;
+    return;
   }
+  if (target.first) target.first[halves] = static_cast<u16>(pair & 0xffff);
+  if (target.second) target.second[halves] = static_cast<u16>(pair >> 16);
 }
 
-// The thread's 8 rows, every kOctetPairs-th pair of dims of them.
+// The warp's octet of rows: lane 4·g + t stores rows 2t and 2t + 1 of dims g, g + 8, g + 16 …
 DEVICE void store_values(const Values& values, u16* pool, int kv_head, const Shape& shape) {
-  const int first = threadIdx.x % kOctets * 8;
-  const bool octet = is_octet(values.places, first);
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * kPieceElements;
+  const PairTarget target = pair_target(values, row + lane % 4 * 2, lane / 4, pool, kv_head, shape);
 #pragma unroll
-  for (int pair = threadIdx.x / kOctets; pair < kHeadDim / 2; pair += kOctetPairs) {
-    u32 words[8];
+  for (int piece = 0; piece < kRowPieces; piece += 4) {
+    u32 pairs[4];
+    ldmatrix_x4_trans(pairs, &values.rows[row + lane % 8][piece + lane / 8]);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) words[i] = values.words[row_of(first) + i * kRowWords + pair];
-    if (octet) {
-      u16* target = value_target(values, first, 2 * pair, pool, kv_head, shape);
-      store_octet(words, target, target + kPageTokens);
-      continue;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (values.places.page[first + i] < 0) continue;
-      u16* target = value_target(values, first + i, 2 * pair, pool, kv_head, shape);
-      target[0] = static_cast<u16>(words[i] & 0xffff);
-      target[kPageTokens] = static_cast<u16>(words[i] >> 16);
-    }
+    for (int i = 0; i < 4; ++i) store_pair(pairs[i], target, value_piece(8 * (piece + i), 0) * kPieceElements);
   }
 }
 

@@ -124,6 +124,15 @@ DEVICE Stored* value_target(const Values& values, int token, int dim, Stored* po
   return levels + value_piece(dim, place / kPieceElements) * kPieceElements + place % kPieceElements;
 }
 
+// Whether 8 rows from `first` on are 8 tokens of a page from a multiple of 8 on.
+DEVICE bool is_octet(const Places& places, int first) {
+  const int page = places.page[first], place = places.place[first];
+  bool octet = page >= 0 && place % 8 == 0;
+#pragma unroll
+  for (int i = 1; i < 8; ++i) octet &= places.page[first + i] == page && places.place[first + i] == place + i;
+  return octet;
+}
+
 // Of 8 tokens four dims, a word a token.
 DEVICE void store_octet(const u32 (&words)[8], Stored* target) {
   u32 early[4], late[4];

@@ -1,10 +1,10 @@
 // What both attentions share: where a page keeps K and V, which token a column of scores is, who may see it.
 //
-// A page holds 64 tokens of one cache layer: K [G][64][D], then V transposed [G][D][64], halves or levels, of which V
-// lies in octets; then, where there are any, the scales [G][64] of K and [G][64] of V (stored.cuh).  In K and V, the elements that a product sums
-// over lie next to each other, so every operand of mma.m16n8k16 comes in pieces of 8 elements, with no ldmatrix and no
-// transposition: lane = 4·g + t of a warp takes the 8 elements from 32·j + 8·t on, and mma step s = 2·j + i sums over
-// elements 32·j + 8·t + 4·i .. +3 of its four lanes.  Both operands use this order.
+// A page holds 64 tokens of one cache layer, halves or levels: K [G][64][D], then V transposed and in octets,
+// [G][8][D][8 tokens]; then, where there are any, the scales [G][64] of K and [G][64] of V (stored.cuh).  In K and V, 8
+// elements that a product sums over lie next to each other, so every operand of mma.m16n8k16 comes in such pieces, with
+// no ldmatrix and no transposition: lane = 4·g + t of a warp takes the 8 elements from 32·j + 8·t on, and mma step s =
+// 2·j + i sums over elements 32·j + 8·t + 4·i .. +3 of its four lanes.  Both operands use this order.
 //
 //   scores   a: 16 queries × D of q          b: D × tokens of K              sum over D
 //   mix      a: 16 queries × 64 of weights   b: 64 × output dims of Vᵀ       sum over the tokens of the page

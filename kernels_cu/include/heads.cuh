@@ -1,6 +1,6 @@
 // What becomes of the sums of query, key and value heads: turned by RoPE, rounded to half, stored to q and to pages.
 //
-// A page is K [G][64 tokens][D], then V transposed [G][D][64 tokens].  With TL_KV_ROWS every row has a page of its own
+// A page is K [G][64 tokens][D], then V [G][8 octets][D][8 tokens].  With TL_KV_ROWS every row has a page of its own
 // and of one token, so that K and V of a row lie side by side, [R][2][G][D]; nothing is looked up then but positions.
 #pragma once
 #include "weight_tiles.cuh"
@@ -10,6 +10,7 @@
 #endif
 
 constexpr int kPageTokens = TL_KV_ROWS ? 1 : 64;
+constexpr int kOctetTokens = TL_KV_ROWS ? 1 : 8;  // whose V lies side by side, dim after dim
 
 struct Target {  // of one row of the batch
   u16* page;     // null: a padding row, which stores nothing
@@ -68,8 +69,9 @@ DEVICE void store_turned(const Heads& heads, const Target& target, int tile, int
 // Dimensions g and g + 8 of a tile of a value head.
 DEVICE void store_value(const Heads& heads, const Target& target, int tile, int g, float low, float high) {
   const int head = head_of(heads, tile) - heads.num_heads - heads.num_kv_heads;
-  const int dim = tile_in_head(heads, tile) * kTileRows + g;
-  u16* to = target.page + (heads.num_kv_heads + head) * kPageTokens * head_dim(heads) + target.position % kPageTokens;
-  to[dim * kPageTokens] = float_to_half(low);
-  to[(dim + 8) * kPageTokens] = float_to_half(high);
+  const int dim = tile_in_head(heads, tile) * kTileRows + g, token = target.position % kPageTokens;
+  const int octet = (heads.num_kv_heads + head) * (kPageTokens / kOctetTokens) + token / kOctetTokens;
+  u16* to = target.page + (octet * head_dim(heads) + dim) * kOctetTokens + token % kOctetTokens;
+  to[0] = float_to_half(low);
+  to[8 * kOctetTokens] = float_to_half(high);
 }

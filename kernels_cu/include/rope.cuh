@@ -126,12 +126,3 @@ DEVICE void read_places(Places& places, int first_token, int num_tokens, const i
   places.page[threadIdx.x] = token.page;
   places.place[threadIdx.x] = token.position % kPageTokens;
 }
-
-// Whether 8 rows from `first` on are 8 tokens of a page from a multiple of 8 on.
-DEVICE bool is_octet(const Places& places, int first) {
-  const int page = places.page[first], place = places.place[first];
-  bool octet = page >= 0 && place % 8 == 0;
-#pragma unroll
-  for (int i = 1; i < 8; ++i) octet &= places.page[first + i] == page && places.place[first + i] == place + i;
-  return octet;
-}

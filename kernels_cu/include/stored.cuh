@@ -14,10 +14,10 @@
 //
 // In fp16 nothing has a scale: structs are empty, functions give back what they got.
 //
-// A piece is 8 elements that a product sums over: of K 8 dims of a token, of V 8 tokens, an octet, of a dim.  Of levels,
-// the pieces of an octet lie side by side, dim after dim, so that a token's V is D bytes in D·8 neighbouring ones:
+// A piece is 8 elements that a product sums over: of K 8 dims of a token, of V 8 tokens, an octet, of a dim.  An
+// octet's pieces lie side by side, dim after dim, so that a token's V is D elements in D·8 neighbouring ones:
 //
-//   K          [64 tokens][D]             V of fp16   [D][8 octets][8 tokens]           V of int8   [8 octets][D][8 tokens]
+//   K   [64 tokens][D]        V   [8 octets][D][8 tokens]
 #pragma once
 
 #include "ptx.cuh"
@@ -38,19 +38,6 @@ typedef signed char Stored;
 typedef uint2 Piece;                      // 8 levels
 constexpr int kScaleBytes = sizeof(u16);  // of K, and of V, of a token and head
 constexpr float kWeightBits = 6.0f;       // a weight's largest exponent of 2
-
-// Which of a head's pieces of V in a page a dim's of an octet is.
-DEVICE constexpr int value_piece(int dim, int octet) { return octet * kHeadDim + dim; }
-
-// Where it lies in shared memory, copied two at a time.  What half a warp reads at once must not meet in a bank: 4
-// neighbouring dims of octets 0 … 3 or 4 … 7 (decode), 2 neighbouring dims of all octets (prompts).
-DEVICE constexpr int shared_value_piece(int dim, int octet) {
-  return value_piece(dim ^ (octet % 4 * 4 + octet / 4 * 2), octet);
-}
-
-// Of pieces in their order, the dim and the octet of one.
-DEVICE constexpr int dim_of_piece(int nth) { return nth % kHeadDim; }
-DEVICE constexpr int octet_of_piece(int nth) { return nth / kHeadDim; }
 
 // Of a lane's columns 2t and 2t + 1 of the two tiles of a step (attention.cuh): two scales a tile.
 struct StepScales {
@@ -115,12 +102,6 @@ typedef uint4 Piece;  // 8 halves
 constexpr int kScaleBytes = 0;
 constexpr float kWeightBits = 0.0f;
 
-// As for levels.  What is read at once from shared memory: pieces 4·j … 4·j + 3 of two neighbouring dims.
-DEVICE constexpr int value_piece(int dim, int octet) { return dim * kOctets + octet; }
-DEVICE constexpr int shared_value_piece(int dim, int octet) { return value_piece(dim, octet ^ (dim % 2 * 4)); }
-DEVICE constexpr int dim_of_piece(int nth) { return nth / kOctets; }
-DEVICE constexpr int octet_of_piece(int nth) { return nth % kOctets; }
-
 struct StepScales {};
 
 DEVICE const uint4& halves_of(const Piece& piece) { return piece; }
@@ -138,3 +119,20 @@ DEVICE float times_scale(float value, const StepScales&, int, int) { return valu
 #endif
 
 constexpr int kCopyPieces = 16 / sizeof(Piece);  // that an asynchronous copy takes
+
+// Which of a head's pieces of V in a page a dim's of an octet is.
+DEVICE constexpr int value_piece(int dim, int octet) { return octet * kHeadDim + dim; }
+
+// V in shared memory, in pieces as they are stored or in halves: octets are so far apart that what lanes read at once,
+// 128 bytes of neighbouring dims of 4 octets, lies in banks of its own.
+template <class Held = Piece>
+constexpr int kSharedOctet = kHeadDim + 32 / sizeof(Held);
+
+template <class Held = Piece>
+struct SharedValues {
+  alignas(16) Held pieces[kOctets * kSharedOctet<Held>];
+
+  DEVICE Held& of(int dim, int octet) { return pieces[octet * kSharedOctet<Held> + dim]; }
+  DEVICE const Held& of(int dim, int octet) const { return pieces[octet * kSharedOctet<Held> + dim]; }
+  DEVICE Held& of_piece(int nth) { return of(nth % kHeadDim, nth / kHeadDim); }
+};

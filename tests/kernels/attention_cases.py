@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tinyloop_service.kernels.references.decode_attention import page_views, read_page
-from tinyloop_service.kernels.references.int8_pages import int8_page
+from tinyloop_service.kernels.references.decode_attention import read_page
+from tinyloop_service.kernels.references.page_views import Int8Page, int8_page, page_views
 
 Array = NDArray[Any]
 
@@ -66,13 +66,13 @@ class Sequences:
 
     def _fill(self, page: int, tokens: slice, spread: float) -> None:
         """Anything; values are some `spread` large."""
-        given = int8_page(self.pool[page], self.kv_heads) if self.int8 else None
-        keys, values = (given.keys, given.values) if given else page_views(self.pool[page], self.kv_heads)
-        for array in (keys[:, tokens], values[:, :, tokens]):
+        given = page_views(self.pool[page], self.kv_heads)
+        values = given.values
+        for array in (given.keys[:, tokens], values[:, :, tokens]):
             many = self.rng.standard_normal(array.shape)
-            array[...] = np.clip(np.rint(42 * many), -127, 127) if given else spread * many
-        if given:
-            given.put_values(values)
+            array[...] = np.clip(np.rint(42 * many), -127, 127) if self.int8 else spread * many
+        given.put_values(values)
+        if isinstance(given, Int8Page):
             for array in (given.key_scales[:, tokens], given.value_scales[:, tokens]):
                 array[...] = spread / 42 * self.rng.uniform(0.5, 1.5, array.shape)
 

@@ -14,7 +14,7 @@ from tinyloop_service.kernels.append import append_int8
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.references import append as reference
-from tinyloop_service.kernels.references.int8_pages import int8_page
+from tinyloop_service.kernels.references.page_views import int8_page
 from tinyloop_service.types import CacheMode
 
 Array = NDArray[Any]

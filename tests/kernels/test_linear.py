@@ -18,8 +18,8 @@ from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.norm import Fold, InjectMode, fold_norm
 from tinyloop_service.kernels.pack import LinearKind, Pairing, pack_linear
 from tinyloop_service.kernels.references import linear as reference
-from tinyloop_service.kernels.references.decode_attention import page_views
 from tinyloop_service.kernels.references.norm import sum_tree
+from tinyloop_service.kernels.references.page_views import page_views
 
 Host = NDArray[Any]
 HALF_ULP = 2.0**-11  # of fp16, relative
@@ -116,8 +116,8 @@ class Pages:
         kv = np.full((len(q), 2, pool.shape[1] // (2 * 64 * head_dim), head_dim), np.nan, np.float16)
         for row in np.flatnonzero(self.position >= 0):
             block, place = divmod(int(self.position[row]), 64)
-            keys, values = page_views(pool[self.tables[self.row_slot[row], 1, block]], kv.shape[2])
-            kv[row] = keys[:, place], values[:, :, place]
+            page = page_views(pool[self.tables[self.row_slot[row], 1, block]], kv.shape[2])
+            kv[row] = page.keys[:, place], page.values[:, :, place]
         return q, kv
 
 

@@ -9,7 +9,7 @@ from tinyloop_service.kernels import pages
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.references import pages as reference
-from tinyloop_service.kernels.references.int8_pages import int8_page
+from tinyloop_service.kernels.references.page_views import int8_page
 
 NUM_PAGES = 7
 

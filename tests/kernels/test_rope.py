@@ -16,7 +16,7 @@ from tinyloop_service.engine.spec import SIZES
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.references import rope as reference
-from tinyloop_service.kernels.references.int8_pages import int8_page
+from tinyloop_service.kernels.references.page_views import int8_page
 from tinyloop_service.kernels.rope import PAIRINGS, Pairing, rope, rope_keys_values, rope_queries
 from tinyloop_service.types import CacheMode
 
@@ -96,7 +96,8 @@ def test_against_the_engines_oracle(device: Device, heads: int, kv_heads: int, h
         place = positions[token] % PAGE
         assert np.array_equal(page[0].reshape(kv_heads, PAGE, head_dim)[:, place], turned[heads:, token])
         values = qkv[token].reshape(-1, head_dim)[-kv_heads:]
-        assert np.array_equal(page[1].reshape(kv_heads, head_dim, PAGE)[:, :, place], values)
+        octets = page[1].reshape(kv_heads, PAGE // 8, head_dim, 8)
+        assert np.array_equal(octets[:, place // 8, :, place % 8], values)
     assert not q[slots < 0].any(), "a padding token was written"
 
 

@@ -1,8 +1,8 @@
-"""What a pool of pages looks like to the kernels.  Its dtype says what a page of 64 tokens of a cache layer holds:
+"""What a pool of pages looks like to the kernels.  A page of 64 tokens of a cache layer is K [G][64][D], then V in
+octets, [G][8][D][8 tokens]; the pool's dtype says of what:
 
-    float16   K [G][64][D], then V transposed [G][D][64]
-    int8      K likewise and V [G][8][D][8 tokens] as levels, then fp16 scales of K and of V, [G][64] each:
-              value = level · scale
+    float16   the values
+    int8      levels, and after them fp16 scales of K and of V, [G][64] each: value = level · scale
 
 In: a pool.  Out: what `match` is to expect of it.  Refuses to know what is done with pages.
 """

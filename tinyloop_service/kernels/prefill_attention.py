@@ -18,6 +18,7 @@ from tinyloop_service.kernels.page_layout import PAGE_TOKENS, expected_pool, is_
 TILE_ROWS = 64  # most queries of a tile
 _THREADS = 128
 _STAGES, _WIDE_STAGES = 2, 3  # of fp16 K and V in shared memory
+_OCTETS_APART = PAGE_TOKENS // 8 * 32  # bytes, of a stage
 
 
 def prefill_attention(
@@ -85,7 +86,8 @@ def prefill_attention(
 
 
 def _shared_bytes(pool: Array, head_dim: int, wide: bool) -> int:
-    """K and V of a head in some pages, in int8 one as it is stored and one in fp16, each with its scales; and the rows'
-    slots and positions."""
-    token_bytes = 2 * (3 * head_dim + 4) if is_int8(pool) else (_WIDE_STAGES if wide else _STAGES) * 4 * head_dim
-    return PAGE_TOKENS * token_bytes + 2 * 4 * TILE_ROWS
+    """K and V of a head in some pages, in int8 one as it is stored and one in fp16, each with its scales; what lies
+    between octets of fp16, unless `wide`; and the rows' slots and positions."""
+    stages = 1 if is_int8(pool) else _WIDE_STAGES if wide else _STAGES
+    token_bytes = 2 * (3 * head_dim + 4) if is_int8(pool) else stages * 4 * head_dim
+    return PAGE_TOKENS * token_bytes + (0 if wide else stages * _OCTETS_APART) + 2 * 4 * TILE_ROWS

@@ -1,9 +1,8 @@
 """What lies on the device besides weights: pages, and the tables and state of every sequence.
 
-    pool      fp16   [slabs][2·G·64·D]                of 64 tokens of a layer: K [G][64][D], V transposed [G][D][64];
+    pool      fp16   [slabs][2·G·64·D]                of 64 tokens of a layer: K [G][64][D], V [G][8][D][8 tokens];
                                                       in h modes such an active page, or `per_slab` stored pages
-              int8   [slabs][64·G·(2·D + 4)]          in mode int8: levels, K likewise, V [G][8][D][8 tokens], then
-                                                      fp16 scales [K and V][G][64]
+              int8   [slabs][64·G·(2·D + 4)]          in mode int8: levels likewise, then fp16 scales [K and V][G][64]
     tables    int32  [slots][max_layers][max_blocks]  slab of a sequence's block, its parents' included
     places    int32  [slots + 1][…][…]                in h modes: where its h is stored (`slabs.py`), −1: it is not;
                                                       the last row names nothing
@@ -88,10 +87,11 @@ def keys_and_values(page: Host, spec: ModelSpec) -> tuple[NDArray[np.float16 | n
     """What is read of a page of the pool: K and V (G, 64, D), of an int8 page in float32."""
     shape = spec.n_kv_heads, PAGE_TOKENS, spec.head_dim
     keys, values = np.split(page[: page_elements(spec)], 2)
-    if page.dtype != np.int8:
-        return keys.reshape(shape), values.reshape(spec.n_kv_heads, spec.head_dim, PAGE_TOKENS).transpose(0, 2, 1)
     octets = values.reshape(spec.n_kv_heads, PAGE_TOKENS // 8, spec.head_dim, 8)
-    levels = np.stack([keys.reshape(shape), octets.transpose(0, 1, 3, 2).reshape(shape)])
+    kv = keys.reshape(shape), octets.transpose(0, 1, 3, 2).reshape(shape)
+    if page.dtype != np.int8:
+        return kv
+    levels = np.stack(kv)
     scales = page[page_elements(spec) :].view(np.float16).reshape(2, spec.n_kv_heads, PAGE_TOKENS, 1)
     return tuple(cache_modes.decode(CacheMode.INT8, {"levels": levels, "scales": scales}))
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels.page_layout import PAGE_TOKENS
-from tinyloop_service.kernels.references.int8_pages import int8_page, put
+from tinyloop_service.kernels.references.page_views import page_views
 
 Array = NDArray[Any]
 
@@ -23,4 +23,4 @@ def append_int8(
 ) -> None:
     for row in np.flatnonzero((position >= 0) & (row_slot >= 0)):
         block, place = divmod(int(position[row]), PAGE_TOKENS)
-        put(int8_page(pool[tables[row_slot[row], layer, block]], kv.shape[2]), place, *kv[row])
+        page_views(pool[tables[row_slot[row], layer, block]], kv.shape[2]).put(place, *kv[row])

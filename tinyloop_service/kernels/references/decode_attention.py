@@ -1,6 +1,6 @@
 """decode_attention in NumPy: float32, with the kernel's rounding points, item by item.
 
-Same names and order as kernels/decode_attention.py, without the device.  Beside it, where a page keeps K and V.
+Same names and order as kernels/decode_attention.py, without the device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels.page_layout import PAGE_TOKENS
-from tinyloop_service.kernels.references.int8_pages import int8_page
+from tinyloop_service.kernels.references.page_views import int8_page, page_views
 
 Array = NDArray[Any]
 
@@ -67,15 +67,9 @@ def read_page(page: Array, num_kv_heads: int) -> Page:
         arrays = given.keys, given.values, given.key_scales[:, None], given.value_scales[:, None]
         keys, values, key_scales, value_scales = (array.astype(np.float32) for array in arrays)
         return Page(keys, values, key_scales, value_scales, 6)
-    keys, values = (view.astype(np.float32) for view in page_views(page, num_kv_heads))
+    halves = page_views(page, num_kv_heads)
     ones = np.ones((num_kv_heads, 1, PAGE_TOKENS), np.float32)
-    return Page(keys, values, ones, ones, 0)
-
-
-def page_views(page: Array, num_kv_heads: int) -> tuple[Array, Array]:
-    """K [G, 64, D] and transposed V [G, D, 64] of a page [2·G·64·D]: views."""
-    keys, values = page.reshape(2, num_kv_heads, -1)
-    return keys.reshape(num_kv_heads, PAGE_TOKENS, -1), values.reshape(num_kv_heads, -1, PAGE_TOKENS)
+    return Page(halves.keys.astype(np.float32), halves.values.astype(np.float32), ones, ones, 0)
 
 
 def attend_page(q: Array, page: Page, hidden: Array) -> tuple[Array, Array, Array]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tinyloop_service.kernels.pack import Pairing
 from tinyloop_service.kernels.page_layout import PAGE_TOKENS
-from tinyloop_service.kernels.references.decode_attention import page_views
+from tinyloop_service.kernels.references.page_views import page_views
 
 Array = NDArray[Any]
 
@@ -44,9 +44,8 @@ def linear_qkv(
             q[row] = turned[:num_heads].ravel()
         if not num_kv_heads:
             continue
-        keys, values = page_views(pool[tables[row_slot[row], layer, at // PAGE_TOKENS]], num_kv_heads)
-        keys[:, at % PAGE_TOKENS] = turned[num_heads:]
-        values[:, :, at % PAGE_TOKENS] = heads[row, num_heads + num_kv_heads :].astype(np.float16)
+        page = page_views(pool[tables[row_slot[row], layer, at // PAGE_TOKENS]], num_kv_heads)
+        page.put(at % PAGE_TOKENS, turned[num_heads:], heads[row, num_heads + num_kv_heads :].astype(np.float16))
 
 
 def linear_qkv_rows(

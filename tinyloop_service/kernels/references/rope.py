@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.kernels.page_layout import PAGE_TOKENS
-from tinyloop_service.kernels.references.decode_attention import page_views
-from tinyloop_service.kernels.references.int8_pages import int8_page, put
+from tinyloop_service.kernels.references.page_views import page_views
 
 Array = NDArray[Any]
 
@@ -40,12 +39,8 @@ def rope(
         turned = _turn(heads[:-num_kv_heads].astype(np.float32), cos[position], sin[position], pairing)
         q[token] = turned[:num_heads].ravel()
         page = pool[tables[token_slot[token], layer, position // PAGE_TOKENS]]
-        place, keys, values = position % PAGE_TOKENS, turned[num_heads:], heads[-num_kv_heads:]
-        if page.dtype == np.int8:
-            put(int8_page(page, num_kv_heads), place, keys, values)
-        else:
-            page_keys, page_values = page_views(page, num_kv_heads)
-            page_keys[:, place], page_values[:, :, place] = keys, values
+        keys, values = turned[num_heads:], heads[-num_kv_heads:]
+        page_views(page, num_kv_heads).put(position % PAGE_TOKENS, keys, values)
 
 
 def rope_queries(
