@@ -50,6 +50,7 @@ def compile_quickly(stem: str, arch: str, defines: dict[str, int]) -> None:
     assert compile_cubin((KERNELS / f"{stem}.cu").read_bytes(), f"{stem}.cu", options).startswith(b"\x7fELF")
 
 
+@pytest.mark.timeout(500)  # 20 s on two quiet cores
 def test_every_kernel_for_every_architecture() -> None:
     assert "linear" in STEMS
     jobs = [(stem, arch, {}) for stem in STEMS for arch in ARCHITECTURES]
