@@ -38,21 +38,22 @@ def start(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
 
 @dataclass(frozen=True, slots=True)
 class Done:
+    status: object
     out: str
     err: str
 
     @classmethod
-    def checked(cls, arguments: object, status: object, expected: int, out: str, err: str) -> Self:
-        assert status == expected, f"{arguments} ended with {status}\n{out}\n{err}"
-        return cls(out, err)
+    def checked(cls, arguments: object, status: object, expected: int | None, out: str, err: str) -> Self:
+        assert expected is None or status == expected, f"{arguments} ended with {status}\n{out}\n{err}"
+        return cls(status, out, err)
 
     @property
     def json(self) -> Any:
         return json.loads(self.out)
 
 
-def tinyloop(*arguments: str | Path, stdin: str = "", status: int = 0) -> Done:
-    """Run a command to its end, in this process: much faster.  Fails unless it ends with `status`."""
+def tinyloop(*arguments: str | Path, stdin: str = "", status: int | None = 0) -> Done:
+    """Run a command to its end, in this process: much faster.  Fails unless it ends with `status`; None: any."""
     out, err = io.StringIO(), io.StringIO()
     typed = io.TextIOWrapper(io.BytesIO(stdin.encode()))
     captured = (contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch("sys.stdin", typed))
@@ -75,7 +76,7 @@ class Server:
     health: str
     metrics: str = ""
 
-    def run(self, *arguments: str | Path, stdin: str = "", status: int = 0) -> Done:
+    def run(self, *arguments: str | Path, stdin: str = "", status: int | None = 0) -> Done:
         """A command against this server."""
         return tinyloop(*arguments, "--target", self.address, stdin=stdin, status=status)
 

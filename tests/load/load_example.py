@@ -118,7 +118,19 @@ def comparison(rate: float) -> Comparison:
 
 
 def example() -> Result:
-    server = {"model_id": "0" * 64, "engine": "cpu", "server_version": "0.1.0", "replica": "example", "max_rows": 64}
+    server = {
+        "model_id": "0" * 64,
+        "engine": "cpu",
+        "server_version": "0.1.0",
+        "replica": "example",
+        "default_loops": 8,
+        "max_loops": 16,
+        "max_seq_len": 2048,
+        "max_rows": 64,
+        "cache_mode": "fp16",
+        "has_tokenizer": True,
+        "eos_token_ids": [0],
+    }
     return Result(
         metadata=Metadata(
             command="python tests/load/load_example.py",

@@ -164,9 +164,9 @@ async def run_shared(
 
 
 async def run_no_cache(
-    service: Service, prompts: Sequence[TokenIds], parameters: Parameters, count: Count | None = None
+    service: Service, prompts: Sequence[Content], parameters: Parameters, count: Count | None = None
 ) -> Run:
-    """One request after the other.  As ids, so that prefix and suffix are tokenised separately here too."""
+    """One request after the other.  To be compared with `run_shared`, which tokenises in two pieces, give ids."""
     answers: list[Answer] = []
     began = time.monotonic_ns()
     for index, prompt in enumerate(prompts):

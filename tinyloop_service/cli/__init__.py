@@ -2,7 +2,7 @@
 
     serve                                         a server, in the foreground
     prefix create|get|list|update|delete|watch    named prefixes of a running server
-    generate  model  top                          requests to a running server, and what it is doing
+    generate  model  top  load                    requests to a running server, what it is doing, and how much it can
     token new|hash|check                          who may call: tokens, and files of them
     init  inspect  bench                          model files, no server needed
     demo                                          all of it in a minute

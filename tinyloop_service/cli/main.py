@@ -14,6 +14,7 @@ from tinyloop_service.cli.bench import bench
 from tinyloop_service.cli.demo import demo
 from tinyloop_service.cli.evaluate import evaluate
 from tinyloop_service.cli.generate import generate
+from tinyloop_service.cli.load import load
 from tinyloop_service.cli.model import init, inspect, model
 from tinyloop_service.cli.prefix import prefix
 from tinyloop_service.cli.quantize import convert, quantize
@@ -50,7 +51,22 @@ def group() -> None:
     """
 
 
-for command in (serve, token, prefix, generate, model, top, init, inspect, quantize, convert, evaluate, bench, demo):
+for command in (
+    serve,
+    token,
+    prefix,
+    generate,
+    model,
+    top,
+    load,
+    init,
+    inspect,
+    quantize,
+    convert,
+    evaluate,
+    bench,
+    demo,
+):
     group.add_command(command)
 
 

@@ -22,9 +22,15 @@ class Remote:
     """One channel to `target`; belongs to the event loop that first uses it.  An async context manager."""
 
     def __init__(
-        self, target: str, *, token: str | None = None, tls: Tls | bool = False, timeout: float | None = None
+        self,
+        target: str,
+        *,
+        token: str | None = None,
+        tls: Tls | bool = False,
+        timeout: float | None = None,
+        affinity: bool = False,
     ) -> None:
-        self._transport = AsyncTransport(target, token, tls, False, timeout, retries=False)
+        self._transport = AsyncTransport(target, token, tls, affinity, timeout, retries=False)
 
     async def create_prefix(
         self, name: str, content: Content, *, loops: int | None = None, ttl_s: float | None = None

@@ -7,8 +7,9 @@
 
 A *load* is a rate in requests per second (open loop) or a number of callers (closed loop).  A *way* is "shared", or
 "no-share": the same requests with the prefix sent as part of each prompt.  Milliseconds and seconds are in the names.
-Every count and latency is of requests whose intended start is behind the warm-up; rates are of what arrived from the
-end of the warm-up to the end of the phase.  Standard library only; how it is measured is `measures.py`'s.
+Counts and latencies are of requests that were due behind the warm-up, in a closed loop of those that ended there; rates
+are of what arrived from the end of the warm-up to the end of the phase.  Standard library only; how it is measured is
+for `measures.py` to know.
 """
 
 from __future__ import annotations

@@ -1,0 +1,73 @@
+"""What people see of a result: troubles first, then figures, then what they mean; nothing is computed on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from load_example import example
+
+from tinyloop_service.cli import load_view
+from tinyloop_service.cli.load import _status
+from tinyloop_service.load.results import Result, Verification
+
+
+def shown(result: Result, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    load_view.print_result(result)
+    return capsys.readouterr().out.splitlines()
+
+
+def quiet() -> Result:
+    """One phase without any trouble."""
+    return replace(example(), phases=example().phases[:1], sweeps=(), verification=Verification(16, 16, ()))
+
+
+def test_errors_come_first_by_code_and_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(example(), capsys)
+    count = sum(error.count for _, error in example().errors())
+    assert lines[0] == f"{count} errors UNAVAILABLE QUEUE_FULL: the queue is full (64 requests)"
+    troubles = lines[: lines.index("")]
+    assert any("requests had not ended" in line for line in troubles)
+    assert troubles[-1] == "differs: request 7, shared: token 3 is 41, alone 40"
+
+
+def test_a_run_without_trouble_begins_with_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for line in shown(quiet(), capsys) if line]
+    assert lines[0].startswith("target ")
+    assert "asked again alone: 16 of 16 alike, bit for bit" in lines
+    assert any(line.startswith("break-even N = build / (cold − warm)") for line in lines)
+
+
+def test_every_phase_has_a_line_and_a_single_one_its_percentiles(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = shown(example(), capsys)
+    for phase in example().phases:
+        assert sum(line.startswith(f"{phase.name} ") for line in whole) == 1, phase.name
+    single = shown(quiet(), capsys)
+    assert {line.split()[0] for line in single if line[:4] in ("TTFT", "ITL ", "TPOT", "E2E ", "queu")} == {
+        "TTFT", "ITL", "TPOT", "E2E", "queue",
+    }  # fmt: skip
+
+
+def test_latencies_of_a_bottleneck_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    [phase] = quiet().phases
+    slow = replace(phase, latencies=None, lag=replace(phase.lag, bottleneck="it sent requests 90.0 ms late (p95)"))
+    result = replace(quiet(), phases=(slow,))
+    lines = shown(result, capsys)
+    assert lines[0] == "1/s, shared: no latencies, the harness was the bottleneck: it sent requests 90.0 ms late (p95)"
+    [line] = [line for line in lines if line.startswith("1/s, shared  ")]
+    assert line.split()[2:6] == [str(phase.counts.offered), "1.00", "32", "–"], "the rest is still reported"
+    assert _status(result) == 1
+
+
+def test_the_exit_status_tells_what_must_not_be_relied_on() -> None:
+    assert _status(quiet()) == 0
+    assert _status(replace(quiet(), verification=Verification(16, 15, ("…",)))) == 1
+    [phase] = quiet().phases
+    nothing = replace(phase, counts=replace(phase.counts, completed=0))
+    assert _status(replace(quiet(), phases=(nothing,))) == 1
+
+
+def test_pages_that_did_not_come_back_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    [phase] = quiet().phases
+    lines = shown(replace(quiet(), phases=(replace(phase, pages_after=12),)), capsys)
+    assert lines[0].startswith("1/s, shared: requests hold 12 pages afterwards, 0 before")

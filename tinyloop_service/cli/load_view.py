@@ -1,0 +1,251 @@
+"""What `tinyloop load` shows: how it goes, on standard error, and what it found, with what each figure means.
+
+In: `Status` as it comes, and a `Result`.  Out: text for people.  It refuses to compute: every figure is the result's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from tinyloop_service.cli import output
+from tinyloop_service.load.results import Distribution, ErrorCount, Phase, Result, Sweep
+from tinyloop_service.load.run import Status
+
+DEFINITIONS = (
+    (
+        "TTFT",
+        "a request's intended start → its first token; E2E: → its end.  So a server that is behind is not excused",
+    ),
+    ("ITL", "gap before each further token; k tokens of one message share its gap: gap / k, k times"),
+    ("TPOT", "of one request: (last token − first token) / (tokens − 1)"),
+    ("queue", "arrival at the server → admission, as the server says"),
+    ("goodput", "requests per second that were completed within every bound of the SLO (itl: the request's own TPOT)"),
+    ("cached", "share of prompt tokens that were read from a prefix, of completed requests"),
+    ("break-even", "N = build / (cold − warm): with so many requests a prefix has paid for its build"),
+    ("lag", "how late the harness itself was; above a fifth of what is measured no latencies are reported"),
+)
+_LATENCIES = ("queue", "ttft", "itl", "tpot", "e2e")
+
+
+@contextmanager
+def watching(workload: str) -> Iterator[Callable[[Status], None]]:
+    """Yields a function that shows what goes on: on a terminal as it moves, elsewhere a line now and then."""
+    if not output.err.is_terminal:
+        with output.waiting(f"{workload}: starting") as say:
+            yield lambda status: say(f"{workload}: {_one_line(status)}")
+        return
+    with Live(console=output.err, transient=True, refresh_per_second=8) as live:
+        yield lambda status: live.update(_moving(workload, status))
+
+
+def _one_line(status: Status) -> str:
+    if not status.length_s:
+        return status.doing
+    counted = status.counted
+    return (
+        f"{status.doing}, {_elapsed_s(status):.0f} of {status.length_s:.0f} s, {counted.sent} sent, "
+        f"{counted.completed} completed, {counted.failed} failed"
+    )
+
+
+def _elapsed_s(status: Status) -> float:
+    return max(0.0, (time.monotonic_ns() - status.started_ns) / 1e9)
+
+
+def _moving(workload: str, status: Status) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row(Text(f"tinyloop load  {workload}", style="bold"), Text(status.doing))
+    if not status.length_s:
+        return table
+    counted, elapsed_s = status.counted, _elapsed_s(status)
+    rest = "" if elapsed_s <= status.length_s else ", waiting for the last answers"
+    table.add_row("time", f"{min(elapsed_s, status.length_s):.0f} of {status.length_s:.0f} s{rest}")
+    failed = Text(f"{counted.failed} failed", style="bold red" if counted.failed else "")
+    running = counted.sent - counted.completed - counted.failed - counted.hung_up
+    requests = f"{counted.sent} sent, {running} running, {counted.completed} completed, {counted.hung_up} cancelled, "
+    table.add_row("requests", Text.assemble(requests, failed))
+    if (load := status.load) is not None:
+        held = (load.pages_total - load.pages_free) / max(1, load.pages_total)
+        table.add_row(
+            "server", f"{load.rows_running} rows, {load.requests_waiting} waiting, {held:.0%} of its pages held"
+        )
+        table.add_row("generated", f"{status.tokens_per_s:,.0f} tokens/s")
+    return table
+
+
+def print_result(result: Result) -> None:
+    """Errors first, then figures, then what they mean."""
+    for line in _troubles(result):
+        output.out.print(line)
+    output.out.print()
+    _print_facts(result)
+    output.out.print()
+    output.print_table(_phases(result))
+    if len(result.phases) <= 2:
+        for phase in result.phases:
+            _print_latencies(phase)
+    output.out.print()
+    for line in (*_worth(result), *_found(result)):
+        output.out.print(line)
+    output.out.print()
+    for word, meaning in DEFINITIONS:
+        output.out.print(Text.assemble((word.ljust(11), "dim bold"), (meaning, "dim")))
+
+
+def _troubles(result: Result) -> Iterator[Text]:
+    """What has to be known before any figure is believed."""
+    counted: dict[tuple[str, str], list[ErrorCount]] = {}
+    for _, error in result.errors():
+        counted.setdefault((error.code, error.reason), []).append(error)
+    for (code, reason), errors in counted.items():
+        number, note = sum(error.count for error in errors), ", expected" if errors[0].expected else ""
+        style = "yellow" if errors[0].expected else "bold red"
+        yield Text.assemble((f"{number} errors {code} {reason}{note}: ", style), errors[0].example)
+    for phase in result.phases:
+        if phase.counts.unfinished:
+            yield Text(f"{phase.name}: {phase.counts.unfinished} requests had not ended when waiting ended", "bold red")
+        if not phase.counts.completed:
+            yield Text(f"{phase.name}: no request was completed", style="bold red")
+        if phase.lag.bottleneck:
+            yield Text(
+                f"{phase.name}: no latencies, the harness was the bottleneck: {phase.lag.bottleneck}", "bold red"
+            )
+        if phase.pages_after != phase.pages_before:
+            pages = f"requests hold {phase.pages_after} pages afterwards, {phase.pages_before} before"
+            yield Text(f"{phase.name}: {pages}; somebody else's, or lost", style="bold yellow")
+    check = result.verification
+    for line in check.differing if check is not None else ():
+        yield Text.assemble(("differs: ", "bold red"), line)
+
+
+def _print_facts(result: Result) -> None:
+    metadata = result.metadata
+    server, asked = metadata.server, metadata.workload
+    lengths = [_length(asked[key]) for key in ("prefix_len", "suffix_len", "output_len")]
+    output.print_facts(
+        {
+            "target": f"{metadata.target}, {server['engine']} {server['cache_mode']}, {server['default_loops']} loops, "
+            f"model {server['model_id'][:8]}",
+            "workload": f"{asked['name']}: {asked['prefixes']} prefixes of {lengths[0]} tokens, suffixes of "
+            f"{lengths[1]}, outputs of {lengths[2]}",
+            "harness": f"{metadata.processes} process{'es' * (metadata.processes > 1)} on {metadata.machine}, "
+            f"seed {metadata.seed}",
+        }
+    )
+
+
+def _length(data: object) -> str:
+    match data:
+        case [low, high]:
+            return f"{low} to {high}"
+        case {"median": median, "most": most}:
+            return f"around {median:g}, at most {most}"
+    return str(data)
+
+
+def _phases(result: Result) -> Table:
+    """One line each."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("load")
+    columns = ["requests", "req/s", "tokens/s", "TTFT p50", "p95", "p99", "ITL p50", "p99", "E2E p50", "p99", "cached"]
+    goodput = result.metadata.slo is not None
+    for column in columns + ["goodput"] * goodput:
+        table.add_column(column, justify="right")
+    for phase in result.phases:
+        times = phase.latencies
+        ttft, itl, e2e = (None, None, None) if times is None else (times.ttft, times.itl, times.e2e)
+        cells = [
+            str(phase.counts.offered),
+            f"{phase.throughput.requests_per_s:.2f}",
+            f"{phase.throughput.tokens_per_s:,.0f}",
+            *(_ms(ttft, figure) for figure in ("p50", "p95", "p99")),
+            *(_ms(itl, figure) for figure in ("p50", "p99")),
+            *(_ms(e2e, figure) for figure in ("p50", "p99")),
+            "–" if phase.cached_token_rate is None else f"{phase.cached_token_rate:.1%}",
+        ]
+        if goodput:
+            kept = phase.throughput
+            cells.append(f"{kept.goodput_per_s:.2f}/s ({kept.goodput_share:.0%})")
+        table.add_row(phase.name, *cells)
+    return table
+
+
+def _print_latencies(phase: Phase) -> None:
+    """All percentiles of one phase, and what else is known of it."""
+    if (times := phase.latencies) is None:
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(f"{phase.name}, ms")
+    figures = ("p50", "p90", "p95", "p99", "max")
+    for column in figures:
+        table.add_column(column, justify="right")
+    for name in (*_LATENCIES, "gap"):
+        label = "between messages" if name == "gap" else name if name == "queue" else name.upper()
+        table.add_row(label, *(_ms(getattr(times, name), figure, unit="") for figure in figures))
+    table.add_row("lag, event loop", *(_ms(phase.lag.loop, figure, unit="") for figure in figures), style="dim")
+    table.add_row("lag, sending", *(_ms(phase.lag.send, figure, unit="") for figure in figures), style="dim")
+    output.out.print()
+    output.print_table(table)
+    counts = phase.counts
+    told = f"{counts.completed} completed, {counts.cancelled} cancelled, {counts.failed} failed"
+    if (made := phase.builds) is not None:
+        told += f"; {made.count} builds, {made.mean_ms:.0f} ms in the mean, {made.max_ms:.0f} at most"
+    output.out.print(f"{told}; requests held {phase.pages_after} pages afterwards, {phase.pages_before} before")
+
+
+def _ms(of: Distribution | None, figure: str, unit: str = " ms") -> str:
+    """Three digits that matter."""
+    if of is None:
+        return "–"
+    value: float = getattr(of, figure)
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}{unit}"
+
+
+def _worth(result: Result) -> Iterator[Text]:
+    """What sharing is worth."""
+    for each in result.comparisons:
+        factors = {
+            "tokens/s": each.tokens_per_s,
+            "TTFT p50": each.ttft_p50,
+            "p95": each.ttft_p95,
+            "E2E p50": each.e2e_p50,
+        }
+        told = ", ".join(f"{name} {factor:.2f}×" for name, factor in factors.items() if factor is not None)
+        yield Text.assemble((f"shared beside no-share at {each.load:g}: ", "bold"), told)
+    if (economy := result.economy) is not None:
+        sizes = f"{economy.prefix_tokens} + {economy.suffix_tokens} tokens, {economy.new_tokens} new ones"
+        costs = f"build {economy.build_ms:.0f} ms, warm {economy.warm_ms:.0f}, cold {economy.cold_ms:.0f}"
+        pays = "warm is no faster" if economy.break_even is None else f"break-even N = {economy.break_even:.2f}"
+        yield Text.assemble(("alone: ", "bold"), f"{sizes}: {costs}; {pays}")
+
+
+def _found(result: Result) -> Iterator[Text]:
+    for sweep in result.sweeps:
+        yield Text.assemble(
+            (f"{sweep.way.value}: ", "bold"), "; ".join(_swept(sweep, has_slo=result.metadata.slo is not None))
+        )
+    if (check := result.verification) is not None:
+        style = "green" if check.alike == check.asked else "bold red"
+        yield Text.assemble(
+            ("asked again alone: ", "bold"), (f"{check.alike} of {check.asked} alike, bit for bit", style)
+        )
+
+
+def _swept(sweep: Sweep, *, has_slo: bool) -> Sequence[str]:
+    if sweep.knee is None:
+        told = ["the knee is above every load that was tried"]
+    elif not sweep.knee:
+        told = ["already the lowest load is too much"]
+    else:
+        told = [f"knee at {sweep.knee:g}"]
+    if has_slo and sweep.best_load is None:
+        told.append(f"at no load {sweep.share_needed:.0%} of the requests kept the SLO")
+    elif has_slo:
+        told.append(f"most goodput {sweep.best_goodput_per_s:.2f}/s, at {sweep.best_load:g}")
+    return told
