@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from tinyloop_service.bench.machine import versions
+
+__all__ = ["milliseconds", "print_table", "spread", "versions", "write_json"]
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -25,17 +26,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten: {path}")
-
-
-def versions() -> dict[str, str]:
-    """Of what figures depend on, as far as it is installed."""
-    found = {"python": platform.python_version()}
-    for name in (
-        "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas", "onnxruntime", "grpcio"
-    ):  # fmt: skip
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def milliseconds(value: float) -> str:

@@ -13,7 +13,7 @@ its rounds, and how a request is timed (`rounds`), are for any service behind th
                    (a prefill gives the first token)
 """
 
-from tinyloop_service.bench.machine import describe_machine
+from tinyloop_service.bench.machine import describe_machine, versions
 from tinyloop_service.bench.rounds import Outcome, Run, run_no_cache, run_shared
 from tinyloop_service.bench.run import Rounds, measure_rounds, no_cache_totals, run_bench
 from tinyloop_service.bench.service import InProcess, Service
@@ -37,4 +37,5 @@ __all__ = [
     "run_bench",
     "run_no_cache",
     "run_shared",
+    "versions",
 ]

@@ -1,9 +1,12 @@
-"""Where a figure was measured: processor, cores, GPUs."""
+"""Where and with what a figure was measured: processor, cores, GPUs, versions."""
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from tinyloop_service.engine.processor import processor_name
 
@@ -11,6 +14,18 @@ from tinyloop_service.engine.processor import processor_name
 def describe_machine() -> str:
     """For example "AMD EPYC 9R14, 2 cores", or "…, 16 cores, NVIDIA H200 with driver 580.159.04"."""
     return ", ".join([f"{processor_name()}, {len(os.sched_getaffinity(0))} cores", *_gpus()])
+
+
+def versions() -> dict[str, str]:
+    """Of what figures depend on, as far as it is installed."""
+    found = {"python": platform.python_version()}
+    for name in (
+        "tinyloop-service", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cublas",
+        "onnxruntime", "numpy", "grpcio", "hdrhistogram",
+    ):  # fmt: skip
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _gpus() -> list[str]:
