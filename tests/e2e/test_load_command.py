@@ -19,7 +19,7 @@ README_COMMANDS = [
     if line.startswith("$ tinyloop load")
 ]
 # The smallest that still does everything, for a model of random weights.
-SMALL = ("--duration", "0.5s", "--warmup", "0.1s", "--set", "prefix_len=80", "--set", "suffix_len=[1,6]")
+SMALL = ("--duration", "0.5s", "--warmup", "0s", "--set", "prefix_len=80", "--set", "suffix_len=[1,6]")
 SMALL = (*SMALL, "--set", "output_len=[2,6]")
 
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tinyloop_service.app import LoadedModel
+from tinyloop_service.bench import Service
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
 from tinyloop_service.load.driver import Driven, Driver, Job
 from tinyloop_service.load.local import Local
@@ -40,12 +41,12 @@ async def with_prefixes(target: Local, prompts: Prompts) -> None:
 
 
 def job_of(**changes: Any) -> Job:
-    """Starts now; 60 ms of warm-up, 240 ms measured."""
+    """Starts now and takes 0.3 s."""
     usual: dict[str, Any] = {
         "way": Way.SHARED,
         "start_ns": time.monotonic_ns(),
-        "warmup_s": 0.06,
-        "measured_s": 0.24,
+        "warmup_s": 0.0,
+        "measured_s": 0.3,
         "patience_s": 30.0,
         "arrivals_ns": None,
         "keep_ids": True,
@@ -53,7 +54,17 @@ def job_of(**changes: Any) -> Job:
     return Job(**{**usual, **changes})
 
 
-async def drive(target: Local, prompts: Prompts, **changes: Any) -> Driven:
+class Around:
+    """A service that does what another one does."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.service, name)
+
+
+async def drive(target: Any, prompts: Prompts, **changes: Any) -> Driven:
     return await Driver(target, prompts, job_of(**changes)).run()
 
 
@@ -66,7 +77,7 @@ def plan_of(prompts: Prompts, *, loads: Sequence[float] = (4.0,), **changes: Any
         "loads": tuple(loads),
         "search_phases": 0,
         "ways": (Way.SHARED,),
-        "warmup_s": 0.05,
+        "warmup_s": 0.0,
         "measured_s": 0.3,
         "slo": None,
         "verify": 0,

@@ -76,14 +76,15 @@ async def test_a_search_runs_phases_until_it_knows() -> None:
 
 async def test_an_open_loop_and_the_seconds_of_the_server() -> None:
     async with fake() as target:
-        plan = plan_of(prompts_of(), driving=Driving.OPEN, loads=(40.0,), measured_s=1.4, warmup_s=0.1)
+        plan = plan_of(prompts_of(), driving=Driving.OPEN, loads=(40.0,), measured_s=1.2)
         found, _ = await run(target, plan)
     [phase] = found.phases
     assert phase.driving is Driving.OPEN
-    assert [second.at_s for second in phase.series][:1] == [1.0]
-    assert phase.series[0].prefixes_ready == 2.0
-    assert phase.series[0].tokens_per_s > 0
-    assert 0 < phase.series[0].pages_prefixes <= phase.series[0].pages_held < 1
+    assert phase.series[0].at_s >= 1.0
+    assert sum(second.tokens_per_s for second in phase.series) > 0
+    for second in phase.series:
+        assert second.prefixes_ready == 2.0
+        assert 0 < second.pages_prefixes <= second.pages_held < 1
 
 
 async def test_what_was_made_is_deleted_when_it_is_stopped() -> None:

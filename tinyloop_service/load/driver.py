@@ -166,10 +166,13 @@ class Driver:
                 group.create_task(self._request(index, due_ns))
 
     async def _caller(self, index: int) -> None:
-        while (due_ns := time.monotonic_ns()) < self._job.end_ns:
+        """Asks at least once, however late it is."""
+        due_ns = time.monotonic_ns()
+        while index < self._job.callers or due_ns < self._job.end_ns:
             if (await self._request(index, due_ns)).failure is not None:
                 await asyncio.sleep(PAUSE_S)
             index += self._job.callers
+            due_ns = time.monotonic_ns()
 
     async def _request(self, index: int, due_ns: int) -> Sent:
         drawn = self._prompts.draws.at(self._job.first_index + index)
