@@ -14,11 +14,12 @@ RUN_READY := $(VENV)/.ready-run
 DEV_READY := $(VENV)/.ready-dev
 GPU_READY := $(VENV)/.ready-cuda$(CUDA)
 GPU_RESULTS ?= build/gpu
+LLAMA := build/llama_cpp
 OPS := build/ops
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check lint lint-chart chart protos locks ops-tools examples clean test-gpu bench-gpu sanitize-gpu
+.PHONY: help demo serve test check lint lint-chart chart protos locks ops-tools examples bench clean test-gpu bench-gpu sanitize-gpu
 
 help:
 	@echo "make demo    start a server with the demo model, share one prefix among 10 concurrent requests, measure it"
@@ -32,6 +33,7 @@ help:
 	@echo "make protos  generate tinyloop_service/pb from protos/ again"
 	@echo "make chart   the chart's README and the rendered files that tests compare, again"
 	@echo "make locks   the package versions of the container image, again"
+	@echo "make bench   the CPU tables of docs/benchmarks.md, llama.cpp beside, and how costs grow (half an hour on two cores)"
 	@echo "make clean   remove .venv, caches and build outputs"
 	@echo
 	@echo "on a machine with an NVIDIA GPU (CUDA=12 for a driver of CUDA 12); results in $(GPU_RESULTS):"
@@ -111,6 +113,19 @@ examples: $(RUN_READY)
 $(OPS)/checkov: | $(BIN)/python
 	@echo "Installing checkov into $@ (once; some minutes) ..."
 	@$(PYTHON) -m venv $@ && $@/bin/pip --disable-pip-version-check --quiet install checkov || { rm -rf $@; exit 1; }
+
+# Figures of a machine that does something else meanwhile are worth nothing.
+bench: $(RUN_READY) $(LLAMA)
+	@$(PIP) install 'matplotlib>=3.9'
+	$(BIN)/python tests/bench_cpu.py --llama-python $(LLAMA)/bin/python --out build/bench/cpu.json
+	$(BIN)/python tests/bench_scaling.py --engine cpu --model demo --out build/bench/scaling_demo.json
+	$(BIN)/python tests/bench_scaling.py --engine cpu --model 407m --axes prefix rows loops prefixes --out build/bench/scaling_407m.json
+
+# In an environment of its own, built from source for this processor.
+$(LLAMA): | $(BIN)/python
+	@echo "Building llama.cpp in $@ (once; some minutes) ..."
+	@$(PYTHON) -m venv $@ && $@/bin/pip --disable-pip-version-check --quiet install gguf llama-cpp-python \
+	  || { rm -rf $@; echo "llama.cpp could not be built (it needs a C++ compiler); its columns will be empty"; }
 
 test-gpu: $(GPU_READY)
 	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) kernels engine

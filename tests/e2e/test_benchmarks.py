@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_cpu
 import pytest
 from scaling_report import Fit, Series
 
@@ -37,6 +38,31 @@ def test_prefix_cache_in_both_places_with_both_bodies(tmp_path: Path) -> None:
     assert [report["prefix_bytes"] for report in measured["reports"]] == 2 * [2 * 6 * 64 * 256 * 2 * 2]
     assert measured["starts"].keys() == {"int4", "fp16"}
     assert "int4 grpc" in printed
+
+
+def test_a_table_of_this_cpu_without_llama_cpp(tmp_path: Path) -> None:
+    small = ("--models", "tiny", "--prefix", "64", "--rows", "1", "2", "--new-tokens", "3", "--sittings", "1")
+    printed, measured = run("bench_cpu.py", tmp_path / "out.json", *small, "--llama-python", str(tmp_path / "none"))
+    [model] = measured["models"]
+    names = ["prefill", *(f"{what}, {rows}" for what in ("decode step", "SHARED", "NO_CACHE") for rows in (1, 2))]
+    assert [line["quantity"] for line in model["lines"]] == names
+    assert all(line["tinyloop"][0] > 0 and line["llama_cpp"] == [] for line in model["lines"])
+    assert "| prefill | " in printed and printed.count(" | – | – |") == len(names)
+
+
+def test_llama_cpp_beside() -> None:
+    sitting = {
+        "prefill_ms": 100.0,
+        "decode_step_ms": {"1": 4.0},
+        "shared_ms": {"1": 130.0},
+        "no_cache_ms": {"1": 140.0},
+    }
+    peer = {**sitting, "prefill_ms": 200.0, "decode_step_ms": {"1": 2.0}}
+    found = bench_cpu.lines([sitting, {**sitting, "prefill_ms": 300.0}], [peer, peer])
+    assert found[0] == {"quantity": "prefill", "tinyloop": [100.0, 300.0], "llama_cpp": [200.0, 200.0]}
+    table = bench_cpu.markdown("both", found).splitlines()
+    assert table[4] == "| prefill | 200 (100, 300) | 200 (200, 200) | 1.00 |"
+    assert table[5] == "| decode step, 1 | 4.00 (4.00, 4.00) | 2.00 (2.00, 2.00) | 2.00 |"
 
 
 def test_cache_modes_side_by_side() -> None:
