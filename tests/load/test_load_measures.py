@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from records import MS, job, moment, sent, turn
+from load_records import MS, job, moment, sent, turn
 
 from tinyloop_service.load import measures
 from tinyloop_service.load.driver import Build, Driven, Failure
