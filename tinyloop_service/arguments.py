@@ -27,10 +27,14 @@ UINT64_MAX = 2**64 - 1
 MAX_BIAS = 1e6  # addend to a logit, either sign
 MIN_PENALTY, MAX_PENALTY = 1e-3, 1e3
 MAX_TEMPERATURE = 1e6
+_TEMPERATURES = f"0 to {MAX_TEMPERATURE:.0f}"
+_PENALTIES = f"{MIN_PENALTY} to {MAX_PENALTY}"
+_BIASES = f"a finite number from {-MAX_BIAS:.0f} to {MAX_BIAS:.0f}"
 MAX_STOPS = 64  # stop sequences of one request
 MAX_STOP_LEN = 1024  # ids or characters of one stop sequence
 MAX_TTL_NS = 10 * 365 * 86_400 * 10**9  # ten years
 
+_NO_SEQUENCES = (str, bytes, Mapping, set, frozenset)  # although they can be iterated
 PREFIX_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
 
 
@@ -93,7 +97,7 @@ def token_ids(value: object, field: str, *, vocab_size: int | None = None) -> To
         raise InvalidArgument(field, f"has {ndim} dimensions, expected one")
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, str | bytes | Mapping | set | frozenset) or not isinstance(value, Iterable):
+    if isinstance(value, _NO_SEQUENCES) or not isinstance(value, Iterable):
         raise InvalidArgument(field, f"is {_short(value)}, expected a sequence of token ids")
     items = list(value)
     plain = all(type(item) is int for item in items)
@@ -214,13 +218,12 @@ def sampling(
     vocab_size: int | None = None,
 ) -> Sampling:
     """Sampling within its bounds; without a seed one is drawn."""
-    penalty = f"{MIN_PENALTY} to {MAX_PENALTY}"
     return Sampling(
-        temperature=number(temperature, "temperature", f"0 to {MAX_TEMPERATURE:.0f}", 0.0, MAX_TEMPERATURE),
+        temperature=number(temperature, "temperature", _TEMPERATURES, 0.0, MAX_TEMPERATURE),
         top_k=integer(top_k, "top_k", 0, INT32_MAX),
         top_p=number(top_p, "top_p", "above 0, up to 1", 0.0, 1.0, above=True),
         min_p=number(min_p, "min_p", "0 to 1", 0.0, 1.0),
-        repetition_penalty=number(repetition_penalty, "repetition_penalty", penalty, MIN_PENALTY, MAX_PENALTY),
+        repetition_penalty=number(repetition_penalty, "repetition_penalty", _PENALTIES, MIN_PENALTY, MAX_PENALTY),
         logit_bias=_logit_bias({} if logit_bias is None else logit_bias, "logit_bias", vocab_size),
         logprobs=integer(logprobs, "logprobs", 0, MAX_LOGPROBS),
         seed=seed(seed_value),
@@ -269,11 +272,10 @@ def _logit_bias(bias: object, field: str, vocab_size: int | None) -> tuple[tuple
     if len(bias) > MAX_LOGIT_BIAS:
         raise InvalidArgument(field, f"has {len(bias)} entries, expected at most {MAX_LOGIT_BIAS}")
     top = INT32_MAX if vocab_size is None else vocab_size - 1
-    expected = f"a finite number from {-MAX_BIAS:.0f} to {MAX_BIAS:.0f}"
     entries: list[tuple[int, float]] = []
     for token, addend in bias.items():
         at = f"{field}[{_short(token)}]"
-        entries.append((integer(token, at, 0, top), number(addend, at, expected, -MAX_BIAS, MAX_BIAS)))
+        entries.append((integer(token, at, 0, top), number(addend, at, _BIASES, -MAX_BIAS, MAX_BIAS)))
     return tuple(sorted(entries))
 
 

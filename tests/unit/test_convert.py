@@ -68,8 +68,8 @@ def ids(*tokens: int) -> input_pb2.Input:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_outputs_survive_the_wire_bit_by_bit(output: Output) -> None:
-    message = g.GenerateResponse.FromString(convert.write_output(output, "r").SerializeToString())
-    assert wire.read_output(message) == output
+    (message,) = convert.write_outputs([output], "r", packed=False)
+    assert wire.read_output(g.GenerateResponse.FromString(message.SerializeToString())) == output
 
 
 @pytest.mark.parametrize("packed", [False, True])

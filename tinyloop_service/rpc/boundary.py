@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable, Collection
 from types import TracebackType
 from typing import Any
@@ -48,7 +48,7 @@ class answering:
         service, _, name = method.partition("/")
         given = _metadata(context, (REQUEST_ID_KEY, *TRACE_KEYS))
         wanted = given.pop(REQUEST_ID_KEY, "")
-        request_id = wanted if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
+        request_id = wanted if _REQUEST_ID.fullmatch(wanted) else secrets.token_hex(16)
         self._call = CallRecord(
             f"{PACKAGE}.{service}", name, request_id, now_ns(), tuple(given.items()), tenant=caller().tenant
         )

@@ -6,9 +6,8 @@ A refusal is InvalidArgument with the field's path as the caller sees it in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable
+from types import TracebackType
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -35,6 +34,7 @@ from tinyloop_service.types import (
 
 COLLECTION = "prefixes/"
 DEFAULT_MAX_TOKENS = 32
+_DEFAULT = Sampling()
 MAX_TOKEN_TEXT = 256  # characters: more than the longest token of any vocabulary in use
 
 FINISH_REASONS = {
@@ -44,13 +44,20 @@ FINISH_REASONS = {
 }
 
 
-@contextmanager
-def inside(field: str) -> Iterator[None]:
+class inside:
     """Refusals within name their field below `field`."""
-    try:
-        yield
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{field}.{error.field}", error.description) from None
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, InvalidArgument):
+            raise InvalidArgument(f"{self._field}.{error.field}", error.description) from None
 
 
 def read_name(name: str, field: str = "name") -> str:
@@ -106,60 +113,51 @@ def read_generation(message: generation_pb2.GenerateRequest, limits: Limits) -> 
     )
 
 
-def write_output(output: Output, replica: str) -> generation_pb2.GenerateResponse:
-    match output:
-        case Started():
-            started = generation_pb2.Started(
-                replica=replica,
-                prompt_tokens=output.prompt_tokens,
-                cached_tokens=output.cached_tokens,
-                queue_duration=write_duration(output.queue_ns),
-                seed=output.seed,
-            )
-            return generation_pb2.GenerateResponse(started=started)
-        case types.Delta():
-            delta = generation_pb2.Delta(
-                choice=output.choice,
-                token_ids=output.token_ids,
-                text=output.text,
-                logprobs=map(_write_logprob, output.logprobs),
-                first_index=output.first_index,
-            )
-            return generation_pb2.GenerateResponse(delta=delta)
-        case Completed():
-            completed = generation_pb2.Completed(
-                choice=output.choice,
-                finish_reason=FINISH_REASONS[output.finish_reason],
-                usage=_write_usage(output.usage),
-                timings=_write_timings(output.timings),
-            )
-            return generation_pb2.GenerateResponse(completed=completed)
-
-
-def write_outputs(outputs: Sequence[Output], replica: str, *, packed: bool) -> list[generation_pb2.GenerateResponse]:
+def write_outputs(outputs: Iterable[Output], replica: str, *, packed: bool) -> list[generation_pb2.GenerateResponse]:
     """The messages for them; one if they may be packed."""
-    first, *others = (write_output(output, replica) for output in outputs)
-    if not packed:
-        return [first, *others]
-    first.further.extend(others)
-    return [first]
+    messages: list[generation_pb2.GenerateResponse] = []
+    for output in outputs:
+        if messages and packed:
+            message = messages[0].further.add()
+        else:
+            message = generation_pb2.GenerateResponse()
+            messages.append(message)
+        _write_output(message, output, replica)
+    return messages
+
+
+# Messages are filled in place: a part that is made first and then put into its message is copied.
+
+
+def _write_output(message: generation_pb2.GenerateResponse, output: Output, replica: str) -> None:
+    match output:
+        case types.Delta():
+            delta = message.delta
+            delta.choice, delta.first_index, delta.text = output.choice, output.first_index, output.text
+            delta.token_ids.extend(output.token_ids)
+            _write_logprobs(delta, output.logprobs)
+        case Completed():
+            completed = message.completed
+            completed.choice = output.choice
+            completed.finish_reason = FINISH_REASONS[output.finish_reason]
+            _write_usage(completed.usage, output.usage)
+            _write_timings(completed.timings, output.timings)
+        case Started():
+            started = message.started
+            started.replica, started.seed = replica, output.seed
+            started.prompt_tokens, started.cached_tokens = output.prompt_tokens, output.cached_tokens
+            started.queue_duration.FromNanoseconds(output.queue_ns)
 
 
 def write_completion(completion: Completion, replica: str) -> generation_pb2.Completion:
-    choices = [
-        generation_pb2.Choice(
-            index=index,
-            token_ids=choice.token_ids,
-            text=choice.text,
-            logprobs=map(_write_logprob, choice.logprobs),
-            finish_reason=FINISH_REASONS[choice.finish_reason],
-            timings=_write_timings(choice.timings),
-        )
-        for index, choice in enumerate(completion.choices)
-    ]
-    return generation_pb2.Completion(
-        choices=choices, usage=_write_usage(completion.usage), seed=completion.seed, replica=replica
-    )
+    message = generation_pb2.Completion(seed=completion.seed, replica=replica)
+    _write_usage(message.usage, completion.usage)
+    for index, choice in enumerate(completion.choices):
+        written = message.choices.add(index=index, token_ids=choice.token_ids, text=choice.text)
+        written.finish_reason = FINISH_REASONS[choice.finish_reason]
+        _write_logprobs(written, choice.logprobs)
+        _write_timings(written.timings, choice.timings)
+    return message
 
 
 def write_tokens(ids: TokenIds) -> input_pb2.Tokens:
@@ -184,23 +182,20 @@ def _given(message: Any, field: str, default: Any = None) -> Any:
 
 
 def _read_sampling(message: generation_pb2.GenerateRequest, limits: Limits) -> Sampling:
-    wire, default = message.sampling, Sampling()
+    wire = message.sampling
+    logprobs = arguments.integer(message.logprobs, "logprobs", 0, MAX_LOGPROBS)
     with inside("sampling"):
-        sampling = arguments.sampling(
+        return arguments.sampling(
             temperature=wire.temperature,
-            top_k=_given(wire, "top_k", default.top_k),
-            top_p=_given(wire, "top_p", default.top_p),
+            top_k=_given(wire, "top_k", _DEFAULT.top_k),
+            top_p=_given(wire, "top_p", _DEFAULT.top_p),
             min_p=wire.min_p,
-            repetition_penalty=_given(wire, "repetition_penalty", default.repetition_penalty),
-            logit_bias=dict(wire.logit_bias),
-            seed_value=0,
+            repetition_penalty=_given(wire, "repetition_penalty", _DEFAULT.repetition_penalty),
+            logit_bias=wire.logit_bias,
+            logprobs=logprobs,
+            seed_value=_given(message, "seed"),
             vocab_size=limits.vocab_size,
         )
-    return replace(
-        sampling,
-        logprobs=arguments.integer(message.logprobs, "logprobs", 0, MAX_LOGPROBS),
-        seed=arguments.seed(_given(message, "seed")),
-    )
 
 
 def _read_stops(message: generation_pb2.GenerateRequest, limits: Limits) -> Stops:
@@ -211,22 +206,19 @@ def _read_stops(message: generation_pb2.GenerateRequest, limits: Limits) -> Stop
     return arguments.stops(sequences, singles, message.ignore_eos, vocab_size=limits.vocab_size)
 
 
-def _write_logprob(logprob: TokenLogprob) -> generation_pb2.TokenLogprob:
-    top = [generation_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprob.top]
-    return generation_pb2.TokenLogprob(logprob=logprob.logprob, top=top)
+def _write_logprobs(message: generation_pb2.Delta | generation_pb2.Choice, logprobs: tuple[TokenLogprob, ...]) -> None:
+    for logprob in logprobs:
+        written = message.logprobs.add(logprob=logprob.logprob)
+        for token, value in logprob.top:
+            written.top.add(token_id=token, logprob=value)
 
 
-def _write_usage(usage: types.Usage) -> generation_pb2.Usage:
-    return generation_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
-    )
+def _write_usage(message: generation_pb2.Usage, usage: types.Usage) -> None:
+    message.prompt_tokens, message.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+    message.completion_tokens = usage.completion_tokens
 
 
-def _write_timings(timings: types.Timings) -> generation_pb2.Timings:
-    return generation_pb2.Timings(
-        queue_duration=write_duration(timings.queue_ns),
-        ttft_duration=write_duration(timings.ttft_ns),
-        total_duration=write_duration(timings.total_ns),
-    )
+def _write_timings(message: generation_pb2.Timings, timings: types.Timings) -> None:
+    message.queue_duration.FromNanoseconds(timings.queue_ns)
+    message.ttft_duration.FromNanoseconds(timings.ttft_ns)
+    message.total_duration.FromNanoseconds(timings.total_ns)
