@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLUMNS = 3  # of small plots side by side
+_MOST_COLUMNS = 4  # of small plots side by side
 _FULL_WIDTH = 11.0  # inches
 _DASH_OF: dict[Way, Any] = {Way.SHARED: "-", Way.NO_SHARE: "--"}
 _QUANTITIES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E"}
@@ -114,10 +114,12 @@ def over_time(result: Result) -> Iterator[Plot]:
 def _panels(
     loads: dict[Load, list[Phase]], name: str, ylabel: str, draw_one: Callable[[Axes, Phase], None], description: str
 ) -> Markup:
-    columns = min(_COLUMNS, len(loads))
-    rows = -(-len(loads) // columns)
+    rows = -(-len(loads) // _MOST_COLUMNS)
+    columns = -(-len(loads) // rows)
 
     def draw(drawn: Figure) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         grid = list(drawn.subplots(rows, columns, squeeze=False, sharey=True).flat)
         for place, (axes, ((driving, value), phases)) in enumerate(zip(grid, loads.items(), strict=False)):
             is_lowest = place + columns >= len(loads)
@@ -126,6 +128,7 @@ def _panels(
             for phase in phases:
                 draw_one(axes, phase)
             axes.set_xlim(left=0)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         grid[0].set_ylim(bottom=0)
         for axes in grid[len(loads) :]:
             axes.set_axis_off()

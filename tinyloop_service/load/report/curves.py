@@ -94,8 +94,8 @@ def _bound(axes: Axes, bound: float | None) -> None:
     if bound is not None:
         axes.axhline(bound, color=Ink.BOUND, linewidth=1.2, linestyle=(0, (6, 2)))
         axes.annotate(
-            "SLO", (1, bound), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points",
-            ha="right", va="bottom", color=Ink.BOUND, fontsize=8,
+            "SLO", (1, bound), xycoords=("axes fraction", "data"), xytext=(4, 0), textcoords="offset points",
+            ha="left", va="center", color=Ink.BOUND, fontsize=8,
         )  # fmt: skip
 
 

@@ -102,7 +102,10 @@ def runs(result: Result) -> Markup:
             bodies.append(tag("tbody", title, *(_run(phase, columns) for phase in phases), class_=way.value))
     groups = [("", 1), *((group, len(list(names))) for group, names in groupby(columns, key=lambda each: each.group))]
     head = _head(groups, ["load", *(column.name for column in columns)])
-    return tag("div", tag("table", head, *bodies, class_="numbers"), class_="scroll")
+    table = tag("div", tag("table", head, *bodies, class_="numbers"), class_="scroll")
+    if any(phase.counts.completed < 100 for phase in result.phases):
+        return join(table, tag("p", "Where fewer than 100 requests were completed, p99 is the slowest.", class_="note"))
+    return table
 
 
 @dataclass(frozen=True, slots=True)
