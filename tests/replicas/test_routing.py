@@ -84,9 +84,10 @@ def prompt_of(name: str) -> tuple[int, ...]:
     return tuple(1 + (number + i) % 500 for i in range(LENGTH))
 
 
-async def answers(client: AsyncClient, name: str) -> bool:
-    completion = await client.complete(prefix=name, suffix=SUFFIX, max_tokens=4, ignore_eos=True)
-    return completion.token_ids == expected_tokens((*prompt_of(name), *SUFFIX), 4)
+async def answers(client: AsyncClient, name: str, num_tokens: int = 4) -> bool:
+    """Whether it is answered as it must be."""
+    completion = await client.complete(prefix=name, suffix=SUFFIX, max_tokens=num_tokens, ignore_eos=True)
+    return completion.token_ids == expected_tokens((*prompt_of(name), *SUFFIX), num_tokens)
 
 
 def names_of(way: str) -> list[str]:
@@ -124,11 +125,16 @@ async def test_a_killed_replica_s_names_move_at_once_and_come_home(topology: Top
         streams = {way: clients[way].stream(prefix=broken[way], max_tokens=1900, ignore_eos=True) for way in WAYS}
         for stream in streams.values():
             await anext(stream)
+        asked = [asyncio.create_task(answers(clients[way], broken[way], 1900)) for way in ("envoy", "ring")]
+        async with asyncio.timeout(30):
+            while await _num_rows(victim) < len([*streams, *asked]):
+                pass
         victim.kill()
         await asyncio.gather(*(_moves(topology, clients[way], way, before[way], victim.name) for way in WAYS))
-        for stream in streams.values():
+        for stream in streams.values():  # of which the caller has a part
             with pytest.raises(errors.Unavailable):
                 [delta async for delta in stream]
+        assert all(await asyncio.gather(*asked)), "of which nobody had seen anything"
         victim.start()
         await asyncio.to_thread(victim.wait)
         await asyncio.gather(*(_comes_home(clients[way], way, before[way][victim.name], victim) for way in WAYS))
