@@ -39,7 +39,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Signs certificates for localhost."""
+    """Signs certificates."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -54,9 +54,10 @@ class Authority:
     def pem(self) -> bytes:
         return self.certificate.public_bytes(Encoding.PEM)
 
-    def issue(self, name: str, *, password: bytes | None = None) -> Pair:
+    def issue(self, name: str, *, host: str = "localhost", password: bytes | None = None) -> Pair:
+        """For `host`, and for 127.0.0.1."""
         key = ec.generate_private_key(ec.SECP256R1())
-        hosts = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        hosts = [x509.DNSName(host), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         issuer = self.certificate.subject.rfc4514_string().removeprefix("CN=")
         builder = _builder(name, issuer, key).add_extension(x509.SubjectAlternativeName(hosts), False)
         cipher: KeySerializationEncryption = BestAvailableEncryption(password) if password else NoEncryption()

@@ -94,11 +94,16 @@ def running_replicas(count: int, registry: str, command: Sequence[str] = FAKE) -
 
 
 @contextmanager
-def running_envoy(folder: Path, replica_port: int, name_server_port: int) -> Iterator[str]:
-    """Yields the address where it listens, perhaps in a moment."""
+def running_envoy(
+    folder: Path, replica_port: int, name_server_port: int, cluster: Mapping[str, Any] | None = None
+) -> Iterator[str]:
+    """Yields the address where it listens, perhaps in a moment.  `cluster`: added to the cluster."""
     binary = _binary("envoy", ROOT / "build" / "ops" / "envoy")
-    port, copy = free_port(), folder / "envoy.yaml"
-    copy.write_text(yaml.safe_dump(_with_ports(yaml.safe_load(ENVOY.read_text(encoding="utf-8")), port, replica_port)))
+    port = free_port()
+    copy = folder / f"envoy-{port}.yaml"
+    config = _with_ports(yaml.safe_load(ENVOY.read_text(encoding="utf-8")), port, replica_port)
+    config["static_resources"]["clusters"][0] |= cluster or {}
+    copy.write_text(yaml.safe_dump(config))
     more = json.dumps({"typed_dns_resolver_config": _name_server_of_envoy(name_server_port)})
     options = ("--config-yaml", more, "--concurrency", "1", "--disable-hot-restart", "--log-level", "error")
     with _running([binary, "--config-path", str(copy), *options]):
@@ -106,11 +111,13 @@ def running_envoy(folder: Path, replica_port: int, name_server_port: int) -> Ite
 
 
 @contextmanager
-def running_haproxy(replica_port: int, name_server_port: int) -> Iterator[str]:
-    """Yields the address where it listens, perhaps in a moment."""
+def running_haproxy(
+    replica_port: int, name_server_port: int, variables: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Yields the address where it listens, perhaps in a moment.  `variables`: further ones, as its file has them."""
     address = f"127.0.0.1:{free_port()}"
     own = {"BIND": address, "PORT": str(replica_port), "DNS": f"127.0.0.1:{name_server_port}", "DOMAIN": DOMAIN}
-    environment = ENVIRONMENT | {f"TINYLOOP_{key}": value for key, value in own.items()}
+    environment = {**ENVIRONMENT, **{f"TINYLOOP_{key}": value for key, value in own.items()}, **(variables or {})}
     binary = _binary("haproxy", Path("/usr/sbin/haproxy"))
     with _running([binary, "-db", "-q", "-f", str(HAPROXY)], environment):
         yield address
