@@ -23,8 +23,8 @@ class Client:
     token      sent with every call, as a bearer token; it says who calls.  Without tls everybody on the way can read it
     tls        None: plaintext; True: the system's roots; a path: a PEM file of roots to trust; a `Tls`, for who has a
                certificate of his own; or gRPC credentials.  Files are read once, here
-    affinity   of several servers behind `target` ("dns:///name:port", "ipv4:one:port,another:port"), send all requests of
-               a prefix to one, and none to one that is not ready
+    affinity   of several servers behind `target` ("dns:///name:port", "ipv4:one:port,other:port"), send all requests
+               of a prefix to one, and none to one that is not ready
     timeout    seconds for each call, streams included; None: no limit.  DeadlineExceeded (a TimeoutError) beyond it
 
     Raises what Model raises for the same reason; Unavailable (a RuntimeError) when the server cannot be reached.
