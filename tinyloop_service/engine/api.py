@@ -75,6 +75,8 @@ class Limits:
 
     def active_pages(self, start: int, end: int, loops: int) -> int:
         """Pages of budget that the active form of positions start … end−1 occupies, rounded out to splits."""
+        if not self.has_active_form:
+            return 0
         splits = -(-end // self.split_tokens) - start // self.split_tokens if end > start else 0
         pages = splits * (self.split_tokens // PAGE_TOKENS) * self.cache_layers(loops)
         return pages * self.pages_per_active or -(-pages * self.active_page_bytes // self.page_bytes)

@@ -27,6 +27,7 @@ from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.types import PrefixInfo, PrefixState
 
 _AT_FULL_PACE = 32  # streams
+_OF_STREAMS = (Sampled, Admitted, Failed)
 
 
 class Delivery:
@@ -65,10 +66,11 @@ class Delivery:
 
     def deliver(self) -> None:
         """Hand out all events; text stops found on the way go back to the core."""
+        interval_ns = self.interval_ns
         for event in self._core.take_events():
-            if isinstance(event, Sampled | Admitted | Failed):
+            if isinstance(event, _OF_STREAMS):
                 if (stream := self._streams.get(event.request)) is not None:
-                    self._tell_stream(stream, event)
+                    self._tell_stream(stream, event, interval_ns)
             elif isinstance(event, PrefixChanged):
                 self._tell_prefix(event.uid)
             elif isinstance(event, BuildEnded):
@@ -126,10 +128,10 @@ class Delivery:
             if not self._watchers[uid]:
                 del self._watchers[uid]
 
-    def _tell_stream(self, stream: Stream, event: Admitted | Sampled | Failed) -> None:
+    def _tell_stream(self, stream: Stream, event: Admitted | Sampled | Failed, interval_ns: int) -> None:
         was_held = stream.is_held
         if isinstance(event, Sampled):
-            if stream.deliver_tokens(event, self.interval_ns):
+            if stream.deliver_tokens(event, interval_ns):
                 self._core.finish(event.request, event.choice)
         elif isinstance(event, Admitted):
             stream.deliver_start(event)
