@@ -78,17 +78,20 @@ async def answer(scheduler: Scheduler, prefix: str, suffix: TokenIds) -> tuple[o
 
 
 async def life(scheduler: Scheduler) -> Answers:
-    """Both prefixes made, and used on their kept logits and with tokens behind."""
+    """Prefixes made, of which one slides and expires, and used on their kept logits and with tokens behind."""
     await scheduler.create_prefix(PrefixDefinition(MOTHER, 3), name="mother")
     await scheduler.create_prefix(PrefixDefinition(CHILD, parent="mother"), name="child")
+    ends = scheduler.now_ns() + 10**15
+    await scheduler.create_prefix(PrefixDefinition(MOTHER, 2, 40), name="slides", expire_time_ns=ends)
     suffixes: dict[str, tuple[str, TokenIds]] = {
-        "m": ("mother", (5, 6)), "m0": ("mother", ()), "c": ("child", (5,)), "c0": ("child", ())
+        "m": ("mother", (5, 6)), "m0": ("mother", ()), "c": ("child", (5,)), "c0": ("child", ()),
+        "s": ("slides", (5,)),
     }  # fmt: skip
     return {key: await answer(scheduler, name, suffix) for key, (name, suffix) in suffixes.items()}
 
 
-SUFFIXES = 2 + 1  # tokens that are computed in any life
-WHOLE = len(MOTHER) + len(CHILD) + SUFFIXES
+SUFFIXES = 2 + 1 + 1  # tokens that are computed in any life
+WHOLE = 2 * len(MOTHER) + len(CHILD) + SUFFIXES
 
 
 def files(folder: Path) -> int:
@@ -110,11 +113,11 @@ async def test_the_same_bits_come_from_saved_state(tmp_path: Path, kind: Kind, m
     async with scheduling(tmp_path, start()) as (scheduler, engine):
         first = await life(scheduler)
         assert engine.num_prompt_tokens == WHOLE
-    assert files(tmp_path) == 2
+    assert files(tmp_path) == 3
     async with scheduling(tmp_path, start()) as (scheduler, engine):
         assert await life(scheduler) == first
         assert engine.num_prompt_tokens == SUFFIXES
-        for name in ("child", "mother"):
+        for name in ("child", "mother", "slides"):
             scheduler.delete_prefix(name)
     assert files(tmp_path) == 0, "state goes with the names"
 

@@ -11,7 +11,15 @@ from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, FaultAt
 from tinyloop_service.engine.fake_tokens import expected_tokens
 from tinyloop_service.errors import EngineFault, TinyLoopError
 from tinyloop_service.scheduler.core import Core
-from tinyloop_service.scheduler.events import Admitted, BuildEnded, Failed, Sampled, SnapshotTaken, SnapshotUnwanted
+from tinyloop_service.scheduler.events import (
+    Admitted,
+    BuildEnded,
+    Failed,
+    Sampled,
+    SnapshotExpires,
+    SnapshotTaken,
+    SnapshotUnwanted,
+)
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.types import FinishReason, GenerationRequest, PrefixDefinition, PrefixInfo, TokenIds
 
@@ -65,6 +73,7 @@ class Driver:
         self.requests: dict[int, Watched] = {}
         self.changed: list[str] = []
         self.snapshots: dict[str, object] = {}  # once `core.snapshots.keep` was called: what is kept, by digest
+        self.expiries: dict[str, int | None] = {}  # of those
         self.builds: list[BuildEnded] = []
         self.plans: list[Plan] = []
         self.now_ns = 10**9
@@ -196,7 +205,11 @@ class Driver:
                 self.builds.append(event)
             elif isinstance(event, SnapshotTaken):
                 self.snapshots[event.digest] = event.state
+                self.expiries[event.digest] = event.expire_time_ns
+                self.core.snapshots.settled(event.digest)
                 self.core.snapshots.offer(event.digest, event.state)
+            elif isinstance(event, SnapshotExpires):
+                self.expiries[event.digest] = event.expire_time_ns
             elif isinstance(event, SnapshotUnwanted):
                 self.snapshots.pop(event.digest, None)
             else:

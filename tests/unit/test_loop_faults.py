@@ -56,6 +56,36 @@ async def test_a_fault_ends_its_requests_and_no_others() -> None:
         assert scheduler.get_prefix("p").state is PrefixState.READY
 
 
+class Keeper:
+    """Keeps nothing."""
+
+    def keep(self, digest: str, state: object, expire_time_ns: int | None) -> None:
+        raise AssertionError("what failed to be saved is handed over")
+
+    def expires(self, digest: str, expire_time_ns: int | None) -> None: ...
+
+    def drop(self, digest: str) -> None: ...
+
+
+async def test_state_that_cannot_be_saved_costs_nothing_else() -> None:
+    """The plan has nothing but the saving in it; an engine that fails it is not lost."""
+    failed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def fault(plan: Plan) -> EngineFault | None:
+        if plan.save:
+            loop.call_soon_threadsafe(failed.set)
+            return EngineFault("no memory to save to")
+        return None
+
+    async with running(fault=fault) as scheduler:
+        scheduler.keep_snapshots(Keeper())
+        await scheduler.create_prefix(PrefixDefinition(tokens(70)), name="p")
+        await failed.wait()
+        assert len(ids(await collect(scheduler.generate(GenerationRequest((5,), 50, prefix="p"))))) == 50
+        assert scheduler.fault is None
+
+
 async def test_who_comes_to_wait_after_the_build_hears_how_it_ended() -> None:
     async with running(fault=lambda plan: EngineFault("a fault") if plan.prefill else None) as scheduler:
         uid = scheduler.catalog.create(

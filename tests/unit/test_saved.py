@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from scheduler_driver import Driver, delete, tokens
+from scheduler_driver import SMALL, Driver, delete, tokens
 
 from tinyloop_service.engine.fake import FaultAt
 from tinyloop_service.errors import EngineFault
 from tinyloop_service.scheduler.adoption import record_of
+from tinyloop_service.scheduler.catalog import UNCHANGED
 from tinyloop_service.types import GenerationRequest
+
+HOUR = 3600 * 10**9
 
 
 def keeping(**options: FaultAt) -> Driver:
@@ -25,8 +28,9 @@ def restarted(driver: Driver) -> Driver:
     for prefix in driver.core._prefixes:
         if prefix.name is not None:
             again.core.adoption.adopt(record_of(prefix), again.now_ns)
+    again.now_ns = driver.now_ns
     for digest, state in driver.snapshots.items():
-        again.core.snapshots.offer(digest, state)
+        again.core.snapshots.found(digest, state, driver.expiries[digest])
     return again
 
 
@@ -81,16 +85,124 @@ def test_an_evicted_prefix_is_restored_and_not_saved_again() -> None:
     "create",
     [
         lambda driver: driver.create(None, tokens(70)),
-        lambda driver: driver.create("p", tokens(70), expire_time_ns=driver.now_ns + 10**9),
-        lambda driver: driver.create("p", tokens(70), window=64),
+        lambda driver: driver.create("p", tokens(64), window=1),
     ],
-    ids=["nameless", "expires", "slides"],
+    ids=["nameless", "without a page"],
 )
 def test_what_is_not_worth_it_is_not_saved(create: Callable[[Driver], str]) -> None:
     driver = keeping()
     create(driver)
     driver.run()
     assert not driver.snapshots
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 65, 150])
+@pytest.mark.parametrize("length", [70, 200])
+def test_what_slides_is_saved_as_far_as_it_is_read(length: int, window: int) -> None:
+    driver = keeping()
+    driver.create("mother", tokens(length), window=window)
+    driver.create("child", tokens(90, 1), parent="mother")
+    driver.run()
+    again = restarted(driver)
+    delete(driver, "child")
+    for name, its in (("mother", length), ("child", length + 90)):
+        assert use(again, name, ()) == (0, its)
+        assert use(again, name) == (2, its)
+    delete(again, "child")
+    delete(again, "mother")
+    again.check_empty()
+
+
+def test_a_state_is_wanted_until_the_last_name_that_needs_it_ends() -> None:
+    """Names of one content, renewed ones, and children's: each counts."""
+    driver = keeping()
+    start = driver.now_ns
+    driver.create("a", tokens(70), expire_time_ns=start + 10 * HOUR)
+    driver.run()
+    (digest,) = driver.snapshots
+    assert driver.expiries == {digest: start + 10 * HOUR}
+
+    def ends() -> int | None:
+        driver.take_events()
+        return driver.expiries[digest]
+
+    driver.create("b", tokens(70), expire_time_ns=start + 20 * HOUR)
+    assert ends() == start + 20 * HOUR
+    driver.core.catalog.update("", "a", start + 30 * HOUR, UNCHANGED, None, start)
+    assert ends() == start + 30 * HOUR
+    driver.create("child", tokens(10), parent="a", expire_time_ns=start + 40 * HOUR)
+    assert ends() == start + 40 * HOUR
+    driver.core.catalog.update("", "b", None, UNCHANGED, None, start)
+    assert ends() is None
+    delete(driver, "b")
+    assert ends() == start + 40 * HOUR
+    driver.run()
+    driver.now_ns = start + 35 * HOUR
+    driver.run()
+    assert digest in driver.snapshots, "the child hangs from it"
+    driver.now_ns = start + 40 * HOUR
+    driver.plan()
+    assert not driver.snapshots
+    driver.check_empty()
+
+
+def test_state_whose_time_is_over_is_neither_used_nor_kept() -> None:
+    """Found at a start, and claimed by nobody until then."""
+    driver = keeping()
+    driver.create("p", tokens(100), expire_time_ns=driver.now_ns + HOUR)
+    driver.run()
+    again = keeping()
+    again.snapshots = dict(driver.snapshots)
+    for digest, state in driver.snapshots.items():
+        again.core.snapshots.found(digest, state, driver.expiries[digest])
+    ends = next(iter(driver.expiries.values()))
+    assert ends is not None and again.core.next_wake_ns == ends
+    again.now_ns = ends
+    assert again.plan() is None and not again.snapshots
+    again.create("p", tokens(100))
+    again.run()
+    assert again.engine.tokens_prefilled == 100 and len(again.snapshots) == 1
+
+
+def test_a_state_that_is_claimed_lives_as_long_as_the_name() -> None:
+    driver = keeping()
+    driver.create("p", tokens(100), expire_time_ns=driver.now_ns + HOUR)
+    driver.run()
+    again = keeping()
+    for digest, state in driver.snapshots.items():
+        again.core.snapshots.found(digest, state, driver.expiries[digest])
+    again.create("p", tokens(100))
+    again.run()
+    assert again.engine.tokens_prefilled == 0
+    assert list(again.expiries.values()) == [None]
+    again.now_ns += 2 * HOUR
+    assert use(again, "p") == (2, 100)
+
+
+def test_a_plan_restores_one_and_a_keeper_has_so_much_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many prefixes at once stop nobody's decodes for as long as all of them take."""
+    monkeypatch.setattr("tinyloop_service.scheduler.saved._MOST_ON_THE_WAY", 4 * SMALL.page_bytes * 3)
+    driver = keeping()
+    settled = driver.core.snapshots.settled
+    monkeypatch.setattr(driver.core.snapshots, "settled", lambda digest: None)
+    for i in range(5):
+        driver.create(f"p{i}", tokens(100, i), loops=1)
+    driver.run()
+    pages = driver.core.load().pages_prefixes
+    assert len(driver.snapshots) == 4 * 3 // (pages // 5) < 5 and not driver.core.is_idle
+    settled(next(iter(driver.snapshots)))
+    driver.run()
+    assert len(driver.snapshots) == 5 or not driver.core.is_idle
+    for digest in list(driver.snapshots):
+        settled(digest)
+    driver.run()
+    assert len(driver.snapshots) == 5 and driver.core.is_idle
+    again = restarted(driver)
+    for i in range(5):
+        again.submit(GenerationRequest((1,), 3, prefix=f"p{i}"))
+    again.run()
+    assert [len(plan.restore) for plan in again.plans].count(1) == 5
+    assert max(len(plan.restore) for plan in again.plans) == 1
 
 
 def test_nothing_is_saved_unless_somebody_keeps_it() -> None:

@@ -40,6 +40,10 @@ def equal(found: State | None, state: State = STATE) -> bool:
     return found is not None and found.keys() == state.keys() and all(np.array_equal(found[k], state[k]) for k in state)
 
 
+def load(store: SnapshotFiles, now_ns: int = 0) -> dict[str, State]:
+    return {digest: found.state for digest, found in store.load(now_ns).items()}
+
+
 @pytest.fixture
 def logs() -> Any:
     with structlog.testing.capture_logs() as found:
@@ -54,7 +58,7 @@ def written(tmp_path: Path) -> Path:
 
 
 def test_what_was_written_is_read(tmp_path: Path, written: Path) -> None:
-    assert equal(files(tmp_path).load()[DIGEST])
+    assert equal(load(files(tmp_path))[DIGEST])
 
 
 @pytest.mark.parametrize(
@@ -68,9 +72,9 @@ def test_what_was_written_is_read(tmp_path: Path, written: Path) -> None:
 def test_what_is_of_something_else_is_refused(
     tmp_path: Path, written: Path, limits: dict[str, Any], said: str, logs: list[dict[str, Any]]
 ) -> None:
-    assert files(tmp_path, **limits).load() == {}
+    assert load(files(tmp_path, **limits)) == {}
     assert said in logs[-1]["reason"] and logs[-1]["file"] == written.name
-    assert equal(files(tmp_path).load()[DIGEST]), "it is not ours to remove"
+    assert equal(load(files(tmp_path))[DIGEST]), "it is not ours to remove"
 
 
 def test_another_version_is_refused(tmp_path: Path, written: Path) -> None:
@@ -86,7 +90,7 @@ def test_another_version_is_refused(tmp_path: Path, written: Path) -> None:
 
 def test_a_file_under_another_name_is_refused(tmp_path: Path, written: Path) -> None:
     written.rename(path_of(tmp_path, OTHER))
-    assert files(tmp_path).load() == {}
+    assert load(files(tmp_path)) == {}
 
 
 @pytest.mark.parametrize("state", [{"pages": STATE["pages"]}, {**STATE, "more": STATE["logits"]}])
@@ -125,7 +129,7 @@ def test_no_change_of_a_file_goes_unnoticed(folder: Path, whole: bytes, data: st
                 content[at] = data.draw(st.integers(0, 255))
     path_of(folder).unlink()  # another may have it mapped
     path_of(folder).write_bytes(content)
-    found = files(folder).load()
+    found = load(files(folder))
     assert found == {} or equal(found[DIGEST])
 
 
@@ -136,7 +140,7 @@ def test_the_oldest_make_room(tmp_path: Path) -> None:
         store.write(digest, STATE)
     size = path_of(tmp_path, digests[0]).stat().st_size
     assert files(tmp_path, 3 * size).write(digests[3], STATE).pushed_out == (digests[0],)
-    assert sorted(store.load()) == digests[1:]
+    assert sorted(load(store)) == digests[1:]
 
 
 def test_what_is_not_ours_neither_counts_nor_goes(tmp_path: Path) -> None:
@@ -146,7 +150,7 @@ def test_what_is_not_ours_neither_counts_nor_goes(tmp_path: Path) -> None:
     path_of(tmp_path, OTHER).mkdir()
     (tmp_path / f".{path_of(tmp_path).name}.abc123").touch()
     store = files(tmp_path, max_bytes=1000)
-    assert store.load() == {}
+    assert load(store) == {}
     found = store.write(DIGEST, STATE)
     assert equal(found.state) and found.pushed_out == ()
     store.remove(OTHER)
@@ -154,12 +158,49 @@ def test_what_is_not_ours_neither_counts_nor_goes(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == left
 
 
+def test_a_file_says_when_it_expires_and_is_not_read_from_then_on(tmp_path: Path, logs: list[dict[str, Any]]) -> None:
+    store = files(tmp_path)
+    store.write(DIGEST, STATE, 500)
+    store.write(OTHER, STATE)
+    assert store.load(499)[DIGEST].expire_time_ns == 500 and store.load(499)[OTHER].expire_time_ns is None
+    for expire_time_ns in (700, None, 600):
+        store.retime(DIGEST, expire_time_ns)
+        (found,) = (each for digest, each in store.load(0).items() if digest == DIGEST)
+        assert equal(found.state) and found.expire_time_ns == expire_time_ns
+    assert store.load(600).keys() == {OTHER}
+    assert [path.name for path in tmp_path.iterdir()] == [path_of(tmp_path, OTHER).name], "it is gone"
+    assert logs[-1]["event"] == "snapshot removed: its prefix has expired"
+    store.retime(DIGEST, 900)
+    store.retime(OTHER, 900)
+    store.remove(OTHER)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_lifetimes_reach_files(tmp_path: Path) -> None:
+    scheduler = Scheduler(FakeEngine(), SchedulerSettings())
+    await scheduler.start()
+    kept = await start_snapshots(scheduler, NamesSettings(snapshot_dir=str(tmp_path)))
+    assert kept is not None
+    now_ns = scheduler.now_ns()
+    ends = [now_ns + hours * 3600 * 10**9 for hours in (1, 2)]
+    made = await scheduler.create_prefix(PrefixDefinition((1, 2)), name="p", expire_time_ns=ends[0])
+    for expire_time_ns in (ends[1], None, ends[0]):
+        scheduler.update_prefix("p", expire_time_ns=expire_time_ns)
+    await until(lambda: not scheduler._core.snapshots._on_the_way)
+    await scheduler.close()
+    await kept.close()
+    assert {digest: found.expire_time_ns for digest, found in files(tmp_path).load(now_ns).items()} == {
+        made.content_sha256: ends[0]
+    }
+    assert files(tmp_path).load(ends[0]) == {}
+
+
 async def test_what_is_dropped_at_once_leaves_no_file(tmp_path: Path) -> None:
     snapshots = Snapshots(files(tmp_path), Scheduler(FakeEngine(), SchedulerSettings()))
-    snapshots.keep(DIGEST, STATE)
+    snapshots.keep(DIGEST, STATE, None)
     snapshots.drop(DIGEST)
     await snapshots.close()
-    assert files(tmp_path).load() == {}
+    assert load(files(tmp_path)) == {}
 
 
 def test_what_is_too_large_is_not_kept_and_pushes_nothing_out(tmp_path: Path, written: Path) -> None:
@@ -197,7 +238,7 @@ async def test_what_a_disk_refused_is_written_once_it_takes_it(
     await until(lambda: not kept._refused and len(list(folder.iterdir())) == 4)
     await scheduler.close()
     await kept.close()
-    assert files(folder).load().keys() == {info.content_sha256 for info in made[1:]}
+    assert load(files(folder)).keys() == {info.content_sha256 for info in made[1:]}
 
 
 async def until(condition: Callable[[], bool]) -> None:

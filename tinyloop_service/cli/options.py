@@ -52,7 +52,7 @@ SETTING_FLAGS = {
     "accuracy_level": "Of INT4 products on the CPU: 4 int8 activations, 0 float32.  [default: 4]",
     "registry": "Where names are kept: memory, sqlite:///PATH, or redis://HOST:PORT for replicas.  [default: memory]",
     "prefixes": "A TOML or JSON file of prefixes that are built and pinned before the server is ready.",
-    "snapshot_dir": "Keep the state of lasting prefixes in this directory, so that a restart needs no prefill.",
+    "snapshot_dir": "Keep the state of named prefixes in this directory, so that a restart needs no prefill.",
     "listen": "Where to serve; port 0 takes a free one.  [default: 127.0.0.1:50051]",
     "health_listen": "Where to answer health checks; none for nowhere.  [default: 127.0.0.1:50052]",
     "tokens_file": "Who may call: bearer tokens, tenants, quotas; `tinyloop token` makes it.  [default: everybody may]",

@@ -93,6 +93,12 @@ class Open:
     cache_window: int  # 0: all
     sampling: Sampling | None
     prompt: TokenIds = ()  # every prompt token, the parents' included; given when repetition_penalty ≠ 1
+    first_block: int | None = None  # of its own, where it is restored and slides; None: start // 64
+
+    @property
+    def first_own_block(self) -> int:
+        """Absolute index of the block that its first Extend brings."""
+        return self.start // PAGE_TOKENS if self.first_block is None else self.first_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,7 @@ class Clone:
 @dataclass(frozen=True, slots=True)
 class Restore:
     """Fill a prefix's own pages, and its kept logits, with what they were when they were saved: in place of all its
-    prefills, and of a Clone.  Never with a window."""
+    prefills and drops, and of a Clone.  With a window its pages begin with the first that a later token reads."""
 
     seq: SequenceId
     length: int  # absolute, from then on

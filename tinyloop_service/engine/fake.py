@@ -198,7 +198,7 @@ class FakeEngine:
         require(1 <= opened.loops <= self._limits.max_loops, f"{opened.loops} loops")
         penalised = opened.sampling is not None and opened.sampling.repetition_penalty != 1.0
         seen = frozenset(opened.prompt) if penalised else NO_TOKENS
-        self._sequences[opened.seq] = Sequence(opened, parent, opened.start, opened.start // PAGE_TOKENS, seen=seen)
+        self._sequences[opened.seq] = Sequence(opened, parent, opened.start, opened.first_own_block, seen=seen)
 
     def _extend(self, extend: Extend) -> None:
         sequence = self._sequence(extend.seq)

@@ -129,11 +129,11 @@ def save_state(sequence: Sequence, pages: Pages) -> dict[str, NDArray[np.uint8]]
 def restore_state(sequence: Sequence, pages: Pages, restore: Restore) -> None:
     """What `save_state` gave; the cloned entries are among it."""
     opened = sequence.opened
-    require(opened.sampling is None and not opened.cache_window, "what is restored is no prefix, or slides")
+    require(opened.sampling is None, "what is restored is no prefix")
     require(sequence.length == opened.start, f"sequence {opened.seq} has begun")
     assert isinstance(restore.state, dict)
     entries = restore.state["pages"].view(np.int64).tolist()
-    require(len(entries) == restore.length - opened.start // PAGE_TOKENS * PAGE_TOKENS, "state of another length")
+    require(len(entries) == restore.length - sequence.first_block * PAGE_TOKENS, "state of another length")
     for i, block in enumerate(sequence.blocks):
         pages.entries(block)[:] = entries[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS]
     sequence.length, sequence.kept = restore.length, int(restore.state["logits"].view(np.int64)[0])

@@ -38,7 +38,7 @@ class Turn(Enum):
     """How it went for one of those that wait."""
 
     MOVED = "moved"  # admitted, or a build was started for it
-    WAITS = "waits"  # for a build that runs
+    WAITS = "waits"  # for a build that runs, or the next plan
     LACKS_ROOM = "lacks room"
 
 
@@ -148,6 +148,8 @@ class Admission:
             return self._admit_request(job, chain, draft, now_ns)
         if missing.sequence is not None:
             return Turn.WAITS
+        if draft.restores and self._prefixes.snapshots.state_for(missing) is not None:
+            return Turn.WAITS  # for the next plan: copying a state takes the engine longer than a step
         ancestors = chain[: chain.index(missing)]
         if not self._start_build(order, missing, ancestors, draft, now_ns):
             return Turn.LACKS_ROOM

@@ -32,7 +32,14 @@ from tinyloop_service.scheduler.batch import compose
 from tinyloop_service.scheduler.catalog import Catalog
 from tinyloop_service.scheduler.door import match_request
 from tinyloop_service.scheduler.draft import Draft, amended
-from tinyloop_service.scheduler.events import BuildEnded, Event, PrefixChanged, SnapshotTaken, SnapshotUnwanted
+from tinyloop_service.scheduler.events import (
+    BuildEnded,
+    Event,
+    PrefixChanged,
+    SnapshotExpires,
+    SnapshotTaken,
+    SnapshotUnwanted,
+)
 from tinyloop_service.scheduler.prefix import Prefix
 from tinyloop_service.scheduler.prefixes import PrefixStore
 from tinyloop_service.scheduler.quotas import Quotas
@@ -99,6 +106,7 @@ class Core:
         if self._lost_device:
             return None
         self._prefixes.expire(now_ns)
+        self.snapshots.expire(now_ns)
         draft = Draft(self._sequences)
         self._refuse_impossible()  # first: they may hold up others
         self._admission.admit(draft, now_ns)
@@ -120,8 +128,10 @@ class Core:
         for restore in plan.restore:
             self._progress(restore.seq, None, now_ns)
         for saved in result.saved:
-            if (digest := self.snapshots.taken(saved)) is not None:
-                self._events.append(SnapshotTaken(digest, saved.state))
+            if (prefix := self.snapshots.taken(saved)) is not None:
+                expiry = self._prefixes.state_expiry(prefix)
+                self.snapshots.set_expiry(prefix.state_digest, expiry)
+                self._events.append(SnapshotTaken(prefix.state_digest, saved.state, expiry))
         for output in result.rows:
             self._requests.sampled(output, now_ns)
 
@@ -191,19 +201,23 @@ class Core:
 
     def take_events(self) -> list[Event]:
         changed = [PrefixChanged(uid) for uid in self._prefixes.take_changed()]
-        events = [*self._events, *changed, *map(SnapshotUnwanted, self.snapshots.take_unwanted())]
+        retimed = [SnapshotExpires(*item) for item in self.snapshots.take_retimed()]
+        unwanted = map(SnapshotUnwanted, self.snapshots.take_unwanted())
+        events = [*self._events, *changed, *retimed, *unwanted]
         self._events.clear()
         return events
 
     @property
     def is_idle(self) -> bool:
-        """No request lives and no build is wanted."""
-        return not len(self._requests) and all(p.state is not PrefixState.BUILDING for p in self._prefixes)
+        """No request lives, no build is wanted, and what is worth saving is handed over."""
+        is_building = any(prefix.state is PrefixState.BUILDING for prefix in self._prefixes)
+        return not (len(self._requests) or is_building or self.snapshots.is_behind)
 
     @property
     def next_wake_ns(self) -> int | None:
-        """When there may be something to do without a call: a prefix expires, or a quota lets a request start."""
-        times = (self._prefixes.next_expiry_ns, self._admission.next_start_ns)
+        """When there may be something to do without a call: a prefix or a state expires, or a quota lets a request
+        start."""
+        times = (self._prefixes.next_expiry_ns, self.snapshots.next_expiry_ns, self._admission.next_start_ns)
         return min((time_ns for time_ns in times if time_ns is not None), default=None)
 
     @property

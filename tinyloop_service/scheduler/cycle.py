@@ -133,7 +133,7 @@ class Cycle:
         if not isinstance(error, EngineFault):
             _log.error("unexpected error in an engine step", plan=plan.number, exc_info=error)
             error = EngineFault("the engine failed in a step; the request may be tried again")
-        if not plan.sequences():  # an engine that cannot even forget would be asked the same for ever
+        if not (plan.sequences() or plan.save):  # an engine that cannot even forget would be asked the same for ever
             _log.error("the engine fails without work", plan=plan.number)
             self._lose(DeviceLost("the engine cannot run any more; the process must be started again"))
             return

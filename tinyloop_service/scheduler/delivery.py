@@ -19,6 +19,7 @@ from tinyloop_service.scheduler.events import (
     Failed,
     PrefixChanged,
     Sampled,
+    SnapshotExpires,
     SnapshotTaken,
     SnapshotUnwanted,
 )
@@ -142,11 +143,13 @@ class Delivery:
         if stream.is_over:
             del self._streams[stream.request]
 
-    def _tell_keeper(self, event: SnapshotTaken | SnapshotUnwanted) -> None:
+    def _tell_keeper(self, event: SnapshotTaken | SnapshotExpires | SnapshotUnwanted) -> None:
         if self.keeper is None:
             return
         if isinstance(event, SnapshotTaken):
-            self.keeper.keep(event.digest, event.state)
+            self.keeper.keep(event.digest, event.state, event.expire_time_ns)
+        elif isinstance(event, SnapshotExpires):
+            self.keeper.expires(event.digest, event.expire_time_ns)
         else:
             self.keeper.drop(event.digest)
 

@@ -43,7 +43,10 @@ class Draft:
         extent, parent = sequence.extent, sequence.parent
         sequence.opened = True
         parent_id = parent.id if parent is not None else None
-        self._open.append(Open(sequence.id, parent_id, extent.start, extent.loops, extent.window, sampling, prompt))
+        first = sequence.first_block if sequence.first_block > extent.start // PAGE_TOKENS else None
+        self._open.append(
+            Open(sequence.id, parent_id, extent.start, extent.loops, extent.window, sampling, prompt, first)
+        )
         if sampling is None and self._pool.active(sequence.id):
             self._activate.append(sequence.id)
 
@@ -52,6 +55,7 @@ class Draft:
 
     def restore(self, sequence: Sequence, state: object) -> None:
         """All of a prefix at once, from saved state."""
+        sequence.skip(self._pool)
         self.open(sequence, None, ())
         sequence.cloned = True  # what it has inherited of its first block is among it
         self._grow(sequence, sequence.extent.end)
@@ -78,6 +82,10 @@ class Draft:
         for sequence in sequences:
             self._grow(sequence, sequence.length + num_steps)
             self._decode.append(sequence.id)
+
+    @property
+    def restores(self) -> bool:
+        return bool(self._restore)
 
     @property
     def is_empty(self) -> bool:

@@ -64,6 +64,15 @@ class SnapshotTaken:
 
     digest: str  # Prefix.state_digest
     state: object
+    expire_time_ns: int | None  # from then on nobody wants it; None: there is no such time
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotExpires:
+    """Names and lifetimes have changed, and with them the time from which on nobody wants this state."""
+
+    digest: str
+    expire_time_ns: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,4 +82,4 @@ class SnapshotUnwanted:
     digest: str
 
 
-Event = SnapshotTaken | SnapshotUnwanted | Admitted | Sampled | Failed | PrefixChanged | BuildEnded
+Event = SnapshotTaken | SnapshotExpires | SnapshotUnwanted | Admitted | Sampled | Failed | PrefixChanged | BuildEnded

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tinyloop_service.engine.api import Limits
@@ -90,6 +91,11 @@ class Prefix:
         return hashlib.sha256(f"{self.tenant}\0{content}".encode()).hexdigest() if self.tenant else content
 
     @property
+    def content(self) -> tuple[str, str]:
+        """A tenant's prefixes of one content have their state in common."""
+        return self.tenant, self.recipe.content_sha256
+
+    @property
     def is_held(self) -> bool:
         return bool(self.name is not None or self.handles or self.waiters or self.requests or self.children)
 
@@ -98,6 +104,12 @@ class Prefix:
         if self.waiters or self.detached or self.queued:
             return True
         return any(child.is_wanted() for child in self.children.values())
+
+    def lasts_until(self) -> int | None:
+        """When the last name of it, and of what hangs from it, ends; None: never.  0: there is none."""
+        ends = [0 if self.name is None else self.expire_time_ns]
+        ends += [child.lasts_until() for child in self.children.values()]
+        return latest(ends)
 
     def oldest_demand(self) -> float:
         """Arrival order of the oldest who could go on with it or with something below it; infinity for nobody."""
@@ -113,6 +125,16 @@ def use(prefix: Prefix, change: int) -> None:
     for member in prefix.chain():
         member.users += change
         assert member.users >= 0
+
+
+def latest(ends: Iterable[int | None]) -> int | None:
+    """Of times, of which None is never."""
+    last = 0
+    for end in ends:
+        if end is None:
+            return None
+        last = max(last, end)
+    return last
 
 
 def content_digest(tokens: TokenIds, extent: Extent, mode: str, parent_digest: str | None) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 from tinyloop_service.engine.api import Limits, SequenceId
 from tinyloop_service.errors import EtagMismatch, PrefixExpired, PrefixNotFound, TinyLoopError
-from tinyloop_service.scheduler.prefix import Prefix, Recipe, snapshot, use
+from tinyloop_service.scheduler.prefix import Prefix, Recipe, latest, snapshot, use
 from tinyloop_service.scheduler.saved import SavedStates
 from tinyloop_service.scheduler.sequences import Sequence, Sequences
 from tinyloop_service.types import PrefixInfo, PrefixState
@@ -39,6 +39,7 @@ class PrefixStore:
         self.new_uid = new_uid
         self._names: dict[tuple[str, str], Prefix] = {}
         self._by_uid: dict[str, Prefix] = {}
+        self._by_content: dict[tuple[str, str], dict[str, Prefix]] = {}  # by `Prefix.content`, then uid
         self._expiries: list[tuple[int, str]] = []
         self._expired: dict[str, OrderedDict[str, None]] = {}  # names by tenant, so that none pushes out another's
         self.building: dict[SequenceId, Prefix] = {}
@@ -115,6 +116,7 @@ class PrefixStore:
 
     def _insert(self, prefix: Prefix) -> Prefix:
         self._by_uid[prefix.uid] = prefix
+        self._by_content.setdefault(prefix.content, {})[prefix.uid] = prefix
         if (parent := prefix.recipe.parent) is not None:
             parent.children[prefix.uid] = prefix
             for member in parent.chain():  # so that a parent was never used longer ago than its child
@@ -129,6 +131,7 @@ class PrefixStore:
         self._names[key] = prefix
         self._expired.get(prefix.tenant, OrderedDict()).pop(name, None)
         self.changed[prefix.uid] = None
+        self._tell_lifetime(prefix)
 
     def set_lifetime(
         self, prefix: Prefix, expire_time_ns: int | None, pinned: bool, revision: int | None = None
@@ -144,6 +147,11 @@ class PrefixStore:
                 self._expiries = [(p.expire_time_ns, p.uid) for p in self if p.expire_time_ns is not None]
                 heapq.heapify(self._expiries)
         self.changed[prefix.uid] = None
+        self._tell_lifetime(prefix)
+
+    def state_expiry(self, prefix: Prefix) -> int | None:
+        """When the last name that needs its state ends; None: never."""
+        return latest(alike.lasts_until() for alike in self._by_content[prefix.content].values())
 
     @staticmethod
     def check_etag(prefix: Prefix, etag: str | None) -> None:
@@ -187,6 +195,7 @@ class PrefixStore:
         self._pin(prefix, False)
         prefix.waiters, prefix.detached = 0, False
         self.changed[prefix.uid] = None
+        self._tell_lifetime(prefix)
         self.settle(prefix)
 
     def settle(self, prefix: Prefix) -> None:
@@ -195,11 +204,11 @@ class PrefixStore:
             self._abandon_build(prefix)
         if not prefix.is_held and prefix.uid in self._by_uid:
             self.drop_pages(prefix)
-            del self._by_uid[prefix.uid]
-            self._forget_snapshot(prefix)
+            self._remove(prefix)
             self.changed[prefix.uid] = None
             if prefix.recipe.parent is not None:
                 del prefix.recipe.parent.children[prefix.uid]
+                self._tell_lifetime(prefix.recipe.parent)
         if prefix.recipe.parent is not None and prefix.recipe.parent.uid in self._by_uid:
             self.settle(prefix.recipe.parent)
 
@@ -300,14 +309,27 @@ class PrefixStore:
                 held = self._sequences.pool.stored(prefix.sequence.id) if prefix.sequence is not None else 0
                 assert held == prefix.recipe.extent.final_pages(self._limits), f"{prefix.uid}: {held} pages held"
         assert self.pinned == {p.uid: p for p in self if p.pinned}
+        alike = [prefix for alike in self._by_content.values() for prefix in alike.values()]
+        assert all(self._by_content.values()) and {p.uid: p for p in alike} == self._by_uid, "lost by content"
         assert self.in_memory == {p.uid: p for p in self if p.sequence is not None}
         building = {p.uid for p in self if p.state is PrefixState.BUILDING and p.sequence is not None}
         assert building == {p.uid for p in self.building.values()}
 
-    def _forget_snapshot(self, prefix: Prefix) -> None:
-        digest, content = prefix.state_digest, (prefix.tenant, prefix.recipe.content_sha256)
-        if self.snapshots.has(digest) and all((p.tenant, p.recipe.content_sha256) != content for p in self):
-            self.snapshots.gone(digest)
+    def _remove(self, prefix: Prefix) -> None:
+        """The record, and its saved state with the last one of its content."""
+        del self._by_uid[prefix.uid]
+        alike = self._by_content[prefix.content]
+        del alike[prefix.uid]
+        if not alike:
+            del self._by_content[prefix.content]
+            if self.snapshots.has(prefix.state_digest):
+                self.snapshots.gone(prefix.state_digest)
+
+    def _tell_lifetime(self, prefix: Prefix) -> None:
+        """A name came, went or got another lifetime: so long is its state wanted, and that of what it hangs from."""
+        for member in prefix.chain():
+            if self.snapshots.has(member.state_digest):
+                self.snapshots.retime(member.state_digest, self.state_expiry(member))
 
     def _pin(self, prefix: Prefix, pinned: bool) -> None:
         prefix.pinned = pinned

@@ -93,6 +93,13 @@ class Sequence:
         self.next_block += count
         return new
 
+    def skip(self, pool: PagePool) -> None:
+        """It is restored: of what slides, the last blocks alone are there from the start, and no more are to come."""
+        first = first_visible(self.extent.end, self.extent.window) // PAGE_TOKENS
+        self.next_block = max(self.next_block, first)
+        wanted = (-(-self.extent.end // PAGE_TOKENS) - self.next_block) * self.num_layers
+        pool.release_reserved(self.id, pool.reserved(self.id) - wanted)
+
     def slide(self, pool: PagePool) -> Drop | None:
         """Give back the own blocks that no later token reads, keeping the promise as far as it is still needed."""
         first = min(first_visible(self.length, self.extent.window) // PAGE_TOKENS, self.next_block)

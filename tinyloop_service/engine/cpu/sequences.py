@@ -75,7 +75,7 @@ class SequenceTable:
         )
         sampler = None if o.sampling is None else self._sampler(o.sampling, o.prompt)
         sequence = Sequence(
-            o.seq, parent, o.start, o.loops, o.cache_window, sampler, o.start, first_block=o.start // PAGE_TOKENS
+            o.seq, parent, o.start, o.loops, o.cache_window, sampler, o.start, first_block=o.first_own_block
         )
         self._open[o.seq] = sequence
         return sequence
@@ -104,7 +104,7 @@ class SequenceTable:
     def restore(self, restore: Restore) -> None:
         """What `save` gave, in place of prefills; ValueError where it does not fit."""
         sequence, state = self._open[restore.seq], restore.state
-        assert isinstance(state, Mapping) and sequence.sampler is None and not sequence.window
+        assert isinstance(state, Mapping) and sequence.sampler is None
         self.pool.restore(sequence.blocks, state["pages"])
         logits = np.array(state["logits"]).view(np.float32)  # a copy: aligned, and no map of a file
         if logits.shape != (self._spec.vocab_size,):

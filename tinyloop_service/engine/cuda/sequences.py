@@ -102,8 +102,9 @@ class SequenceTable:
         assert self._free, f"{self.num_slots} sequences are open; keep fewer prefixes in memory"
         owners = _NO_OWNERS if parent is None else parent.owners_for_children()
         sequence = Sequence(
-            o.seq, self._free.pop(), parent, o.start, o.loops, o.cache_window, o.sampling, owners, o.start, len(owners)
-        )
+            o.seq, self._free.pop(), parent, o.start, o.loops, o.cache_window, o.sampling, owners, o.start,
+            o.first_own_block,
+        )  # fmt: skip
         self._open[o.seq] = sequence
         if parent is not None:
             parent.children[o.seq] = sequence
