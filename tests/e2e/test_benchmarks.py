@@ -139,3 +139,17 @@ def test_attention_in_emulation(tmp_path: Path) -> None:
     labels = {line["label"] for profiles in measured["attention"].values() for p in profiles for line in p["lines"]}
     assert labels == {"prefill_attention", "decode_attention", "decode_attention_merge", "append_int8"}
     assert "of the first" in printed
+
+
+def test_a_pool_full_of_prefixes_that_all_answer(tmp_path: Path) -> None:
+    """As many as memory has room for, beside what one of them is read in and a request."""
+    small = ("--engine", "cpu", "--model", "tiny", "--kv-memory", "4MiB", "--cache-mode", "h-int4", "--prefix", "70")
+    printed, measured = run("bench_pool.py", tmp_path / "out.json", *small, "--cold", "2")
+    layers, blocks = 6, 2
+    stored, read = 64 * (256 // 2 + 256 // 64 * 4), 64 * 2 * 256 * 4  # a page
+    in_use = blocks * layers * read + layers * (stored + read)
+    assert measured["prefix_bytes"] == blocks * layers * stored
+    assert abs(measured["prefixes"] - (measured["pool_bytes"] - in_use) // measured["prefix_bytes"]) <= 1
+    assert measured["stored_bytes"] == measured["prefixes"] * measured["prefix_bytes"]
+    assert not (measured["evictions"] or measured["changed"] or measured["cold_changed"]) and measured["cold_runs"] == 2
+    assert f"the same again                {measured['prefixes']} of {measured['prefixes']}" in printed

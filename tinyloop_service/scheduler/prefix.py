@@ -119,6 +119,16 @@ class Prefix:
         orders = [child.oldest_demand() for child in self.children.values()]
         return min(orders, default=float("inf")) if own is None else min([own, *orders])
 
+    def check(self) -> None:
+        """State, holders and pages agree."""
+        has_pages, parent = self.sequence is not None, self.recipe.parent
+        assert self.is_held, f"prefix {self.uid} is held by nobody"
+        assert has_pages or self.state is not PrefixState.READY, f"{self.uid}: READY without pages"
+        assert not has_pages or self.state in (PrefixState.READY, PrefixState.BUILDING)
+        assert self.state is not PrefixState.BUILDING or self.is_wanted(), f"{self.uid}: an unwanted build"
+        assert len(self.queued) <= self.requests and self.kept_back <= self.queued.keys()
+        assert parent is None or not has_pages or parent.sequence is not None, "a child outlives its parent's pages"
+
 
 def use(prefix: Prefix, change: int) -> None:
     """Somebody who reads it, and so all that it hangs from, starts (+1) or ends (−1)."""

@@ -296,17 +296,11 @@ class PrefixStore:
         for (tenant, name), prefix in self._names.items():
             assert (prefix.tenant, prefix.name) == (tenant, name) and self._by_uid[prefix.uid] is prefix
         for prefix in self:
-            assert prefix.is_held, f"prefix {prefix.uid} is held by nobody"
-            has_pages = prefix.sequence is not None
-            assert has_pages or prefix.state is not PrefixState.READY, f"{prefix.uid}: READY without pages"
-            assert not has_pages or prefix.state in (PrefixState.READY, PrefixState.BUILDING)
-            assert prefix.state is not PrefixState.BUILDING or prefix.is_wanted(), f"{prefix.uid}: an unwanted build"
-            assert len(prefix.queued) <= prefix.requests and prefix.kept_back <= prefix.queued.keys()
+            prefix.check()
             parent = prefix.recipe.parent
             assert parent is None or (parent.children[prefix.uid] is prefix and parent.uid in self._by_uid)
-            assert parent is None or not has_pages or parent.sequence is not None, "a child outlives its parent's pages"
-            if has_pages and prefix.state is PrefixState.READY:
-                held = self._sequences.pool.stored(prefix.sequence.id) if prefix.sequence is not None else 0
+            if prefix.sequence is not None and prefix.state is PrefixState.READY:
+                held = self._sequences.pool.stored(prefix.sequence.id)
                 assert held == prefix.recipe.extent.final_pages(self._limits), f"{prefix.uid}: {held} pages held"
         assert self.pinned == {p.uid: p for p in self if p.pinned}
         alike = [prefix for alike in self._by_content.values() for prefix in alike.values()]
@@ -353,4 +347,5 @@ class PrefixStore:
             if prefix.name is not None:
                 del self._names[prefix.tenant, prefix.name]
                 prefix.name = None
+                self._tell_lifetime(prefix)
         self.changed[prefix.uid] = None
