@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -31,13 +30,18 @@ def result_of(done: Done, text: str | None = None) -> Result:
     return result
 
 
+def readme(option: str) -> list[str]:
+    """README's one command that has this option."""
+    [command] = [command for command in README_COMMANDS if option in command]
+    return shlex.split(command)
+
+
 def test_callers_both_ways_with_every_answer_verified(server: Server) -> None:
-    asked = ("load", "--workload", "rag", "-c", "6", "--compare", "--verify", "--slo", "ttft=1m,itl=1m", "--json", "-")
-    result = result_of(server.run(*asked, *SMALL, status=None))
+    result = result_of(server.run(*readme("--verify"), *SMALL, "--slo", "ttft=5m", "--json", "-", status=None))
     assert [phase.way for phase in result.phases] == [*Way]
     for phase in result.phases:
         assert phase.counts.completed > 0 and phase.errors == ()
-        assert (phase.driving, phase.load) == (Driving.CLOSED, 6.0)
+        assert (phase.driving, phase.load) == (Driving.CLOSED, 32.0)
         assert phase.pages_after == phase.pages_before == 0
         assert phase.throughput.goodput_share == 1.0
     assert result.phases[0].cached_token_rate is not None and result.phases[0].cached_token_rate > 0.9
@@ -45,7 +49,7 @@ def test_callers_both_ways_with_every_answer_verified(server: Server) -> None:
     assert result.verification is not None
     assert result.verification.alike == result.verification.asked == 16
     [comparison] = result.comparisons
-    assert comparison.load == 6.0 and comparison.tokens_per_s is not None
+    assert comparison.load == 32.0 and comparison.tokens_per_s is not None
     assert result.economy is not None and result.economy.prefix_tokens == 80
     metadata = result.metadata
     assert metadata.server["engine"] == "cpu" and len(metadata.server["model_id"]) == 64
@@ -54,43 +58,29 @@ def test_callers_both_ways_with_every_answer_verified(server: Server) -> None:
     assert server.run("prefix", "list", "--json").json == [], "what was made is deleted"
 
 
-def test_an_open_loop_through_processes_to_a_file(server: Server, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    done = server.run(
-        "load", "-w", "chat-template", "--rate", "30", "--processes", "2", "--json", path, *SMALL, status=None
-    )
-    result = result_of(done, path.read_text(encoding="utf-8"))
-    [phase] = result.phases
-    assert phase.driving is Driving.OPEN and phase.counts.offered > 4
-    assert phase.counts.completed == phase.counts.offered
+def test_an_open_loop_through_processes_as_file_page_and_table(server: Server, tmp_path: Path) -> None:
+    words = [str(tmp_path / word) if word in ("run.json", "curves") else word for word in readme("--report")]
+    done = server.run(*words, *SMALL, "--processes", "2", status=None)
+    result = result_of(done, (tmp_path / "run.json").read_text(encoding="utf-8"))
+    assert (tmp_path / "curves" / "report.html").exists()
+    for phase in result.phases:
+        assert phase.driving is Driving.OPEN and phase.counts.offered > 0
+        assert phase.counts.completed == phase.counts.offered
+        assert f"{phase.load:g}/s, shared" in done.out
     assert result.metadata.processes == 2
-    assert "30/s, shared" in done.out
     for word in ("TTFT", "ITL", "TPOT", "goodput", "cached", "break-even N = build / (cold − warm)"):
         assert re.search(f"^{re.escape(word)}.*", done.out, re.MULTILINE), f"{word} is defined under the numbers"
 
 
-def test_text_in_process_and_a_sweep(tiny: Path) -> None:
-    asked = ("load", "-w", "few-shot", "--in-process", tiny, "--sweep", "--phases", "2", "--json", "-")
-    result = result_of(tinyloop(*asked, *SMALL))
+def test_text_and_a_sweep_in_process(tiny: Path) -> None:
+    words = [str(tiny) if word.endswith(".tinyloop") else word for word in readme("--in-process")]
+    asked = ("--workload", "few-shot", "--sweep", "--phases", "2", "--json", "-")
+    result = result_of(tinyloop(*words, *asked, *SMALL))
     assert result.metadata.target == f"in process: {tiny}"
+    assert result.metadata.workload["content"] == "text" and result.metadata.workload["prefixes"] == 2
     assert [phase.load for phase in result.phases] == [1.0, 2.0]
     [sweep] = result.sweeps
     assert sweep.way is Way.SHARED
-
-
-@pytest.mark.parametrize("command", README_COMMANDS)
-def test_the_commands_in_readme_run(command: str, server: Server, tiny: Path, tmp_path: Path) -> None:
-    words = [str(tmp_path / word) if word in ("run.json", "curves") else word for word in shlex.split(command)]
-    if "--in-process" in words:
-        tinyloop(*(str(tiny) if word.endswith(".tinyloop") else word for word in words), *SMALL)
-    else:
-        done = server.run(*words, *SMALL, status=None)
-        assert done.status == int("the harness was the bottleneck" in done.out), done.out + done.err
-        assert (tmp_path / "curves" / "report.html").exists() is ("--report" in words)
-
-
-def test_there_are_commands_in_readme() -> None:
-    assert len(README_COMMANDS) >= 3
 
 
 @pytest.mark.parametrize(
@@ -131,8 +121,3 @@ def test_what_cannot_be_run_is_one_line(arguments: list[str], said: str) -> None
     done = tinyloop("load", *arguments, status=1)
     [line] = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert said in line
-
-
-def test_the_json_is_one_document(server: Server) -> None:
-    done = server.run("load", "-c", "1", "--json", "-", *SMALL, status=None)
-    assert json.loads(done.out)["version"] == 1

@@ -146,6 +146,13 @@ def test_goodput_is_what_kept_every_bound() -> None:
     assert phase(turn(requests)).throughput.goodput_share is None
 
 
+def test_goodput_is_never_more_than_what_was_completed() -> None:
+    """Due in the measured time, ended behind it: it kept the SLO, and is no part of the rates."""
+    late = sent(4900, (5000, 1), (5020, 1))
+    found = phase(turn([late]), slo=Slo(ttft_ms=200)).throughput
+    assert (found.requests_per_s, found.goodput_per_s, found.goodput_share) == (0.0, 0.0, 1.0)
+
+
 def test_cached_tokens_are_a_share_of_all_prompt_tokens() -> None:
     found = phase(turn([sent(1000, (1100, 1), cached=90), sent(1000, (1100, 1), cached=0)]))
     assert found.cached_token_rate == 0.45

@@ -152,7 +152,7 @@ def _length(data: object) -> str:
 def _phases(result: Result) -> Table:
     """One line each."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("load")
+    table.add_column("times in ms", no_wrap=True)
     columns = ["requests", "req/s", "tokens/s", "TTFT p50", "p95", "p99", "ITL p50", "p99", "E2E p50", "p99", "cached"]
     goodput = result.metadata.slo is not None
     for column in columns + ["goodput"] * goodput:
@@ -171,7 +171,7 @@ def _phases(result: Result) -> Table:
         ]
         if goodput:
             kept = phase.throughput
-            cells.append(f"{kept.goodput_per_s:.2f}/s ({kept.goodput_share:.0%})")
+            cells.append(f"{kept.goodput_per_s:.2f}/s {kept.goodput_share:.0%}")
         table.add_row(phase.name, *cells)
     return table
 
@@ -187,24 +187,26 @@ def _print_latencies(phase: Phase) -> None:
         table.add_column(column, justify="right")
     for name in (*_LATENCIES, "gap"):
         label = "between messages" if name == "gap" else name if name == "queue" else name.upper()
-        table.add_row(label, *(_ms(getattr(times, name), figure, unit="") for figure in figures))
-    table.add_row("lag, event loop", *(_ms(phase.lag.loop, figure, unit="") for figure in figures), style="dim")
-    table.add_row("lag, sending", *(_ms(phase.lag.send, figure, unit="") for figure in figures), style="dim")
+        table.add_row(label, *(_ms(getattr(times, name), figure) for figure in figures))
+    table.add_row("lag, event loop", *(_ms(phase.lag.loop, figure) for figure in figures), style="dim")
+    table.add_row("lag, sending", *(_ms(phase.lag.send, figure) for figure in figures), style="dim")
     output.out.print()
     output.print_table(table)
     counts = phase.counts
     told = f"{counts.completed} completed, {counts.cancelled} cancelled, {counts.failed} failed"
     if (made := phase.builds) is not None:
         told += f"; {made.count} builds, {made.mean_ms:.0f} ms in the mean, {made.max_ms:.0f} at most"
+    if times.stall is not None:
+        told += f"; largest ITL = {times.stall:.1f} × its median"
     output.out.print(f"{told}; requests held {phase.pages_after} pages afterwards, {phase.pages_before} before")
 
 
-def _ms(of: Distribution | None, figure: str, unit: str = " ms") -> str:
+def _ms(of: Distribution | None, figure: str) -> str:
     """Three digits that matter."""
     if of is None:
         return "–"
     value: float = getattr(of, figure)
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}{unit}"
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def _worth(result: Result) -> Iterator[Text]:

@@ -197,21 +197,17 @@ def _throughput(
     turns: Sequence[Turn], measured: Sequence[Sent], counts: Counts, measured_s: float, slo: Slo | None
 ) -> Throughput:
     """By arrival: what was sent during the warm-up counts where it comes later, what comes after the end does not."""
-    tokens, prompts, requests = 0, 0, 0
-    for turn in turns:
-        for sent in turn.sent:
-            tokens += sum(count for moment_ns, count in sent.timeline.arrivals if turn.holds(moment_ns))
-            if sent.timeline.completed is not None and turn.holds(sent.timeline.end_ns):
-                requests += 1
-                prompts += sent.timeline.completed.usage.prompt_tokens
-    kept = None if slo is None else sum(keeps(sent, slo) for sent in measured)
+    arrived = [(turn, sent) for turn in turns for sent in turn.sent]
+    tokens = sum(count for turn, sent in arrived for at_ns, count in sent.timeline.arrivals if turn.holds(at_ns))
+    done = [sent for turn, sent in arrived if turn.holds(sent.timeline.end_ns)]
+    usages = [sent.timeline.completed.usage for sent in done if sent.timeline.completed is not None]
     asked = counts.offered - counts.cancelled
     return Throughput(
-        requests_per_s=round(requests / measured_s, 4),
+        requests_per_s=round(len(usages) / measured_s, 4),
         tokens_per_s=round(tokens / measured_s, 3),
-        prompt_tokens_per_s=round(prompts / measured_s, 3),
-        goodput_per_s=None if kept is None else round(kept / measured_s, 4),
-        goodput_share=None if kept is None else round(kept / asked, 4) if asked else 0.0,
+        prompt_tokens_per_s=round(sum(usage.prompt_tokens for usage in usages) / measured_s, 3),
+        goodput_per_s=None if slo is None else round(sum(keeps(sent, slo) for sent in done) / measured_s, 4),
+        goodput_share=None if slo is None else round(sum(keeps(sent, slo) for sent in measured) / max(asked, 1), 4),
     )
 
 

@@ -59,6 +59,11 @@ class Latencies:
     tpot: Distribution | None  # of a request: (last token − first token) / (tokens − 1)
     e2e: Distribution | None  # intended start → end
 
+    @property
+    def stall(self) -> float | None:
+        """The longest that a token let a stream wait, in medians: the largest ITL / its p50."""
+        return self.itl.max / self.itl.p50 if self.itl is not None and self.itl.p50 else None
+
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
@@ -68,7 +73,7 @@ class Throughput:
     tokens_per_s: float  # generated
     prompt_tokens_per_s: float  # of completed requests, cached ones included
     goodput_per_s: float | None  # completed within every bound of the SLO; None: no SLO
-    goodput_share: float | None  # of all that were not cancelled on purpose
+    goodput_share: float | None  # kept every bound, of all requests that were not cancelled on purpose
 
 
 @dataclass(frozen=True, slots=True)

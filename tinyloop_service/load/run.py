@@ -61,7 +61,7 @@ class Plan:
     slo: Slo | None
     verify: int  # answers to look at a second time
     own_loop: bool  # the harness shares its event loop with nobody
-    patience_s: float = 30.0  # for what still runs at the end of a phase
+    patience_s: float = 30.0  # for what still runs at the end of a phase; at least as long as the phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class LoadTest:
             start_ns=time.monotonic_ns() + self._fleet.lead_ns,
             warmup_s=plan.warmup_s,
             measured_s=measured_s,
-            patience_s=plan.patience_s,
+            patience_s=max(plan.patience_s, length_s),
             arrivals_ns=arrivals_ns(load, length_s, plan.seed + number) if is_open else None,
             callers=0 if is_open else int(load),
             first_index=number * FAR,

@@ -78,7 +78,7 @@ def seconds(samples: Sequence[Sample], start_ns: int, offset_s: float = 0.0) -> 
     for second, loads in by_second.items():
         last = (times[second], loads[-1])
         if before is not None:
-            lines.append(_second(offset_s + second + 1, loads, before, last))
+            lines.append(_second(float(offset_s + second + 1), loads, before, last))
         before = last
     return tuple(lines)
 
