@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -38,17 +39,25 @@ class Drawn:
     logprobs: NDArray[np.float32] | None  # (steps, rows, 21)
     top: NDArray[np.int32] | None  # (steps, rows, 20)
 
-    def outputs(self) -> Iterator[RowOutput]:
-        for row, (seq, wanted) in enumerate(zip(self.sequences, self.logprobs_wanted, strict=True)):
-            tokens = tuple(self.tokens[:, row].tolist())
-            if min(tokens) < 0:
-                raise EngineFault(f"the logits of sequence {seq} are not finite")
-            yield RowOutput(seq, tokens, tuple(self._logprobs(row, wanted)) if wanted else ())
+    def outputs(self) -> Iterable[RowOutput]:
+        tokens = self.tokens[:, : len(self.sequences)]
+        if (tokens < 0).any():
+            lost = self.sequences[int((tokens < 0).any(axis=0).argmax())]
+            raise EngineFault(f"the logits of sequence {lost} are not finite")
+        drawn = zip(*tokens.tolist(), strict=True)  # by row
+        if not any(self.logprobs_wanted):
+            return map(RowOutput, self.sequences, drawn)
+        return map(RowOutput, self.sequences, drawn, map(self._logprobs, count(), self.logprobs_wanted))
 
-    def _logprobs(self, row: int, wanted: int) -> Iterator[TokenLogprob]:
+    def _logprobs(self, row: int, wanted: int) -> tuple[TokenLogprob, ...]:
+        if not wanted:
+            return ()
         assert self.logprobs is not None and self.top is not None
-        for values, ids in zip(self.logprobs[:, row].tolist(), self.top[:, row].tolist(), strict=True):
-            yield TokenLogprob(values[0], tuple(zip(ids[:wanted], values[1 : 1 + wanted], strict=True)))
+        steps = zip(self.logprobs[:, row].tolist(), self.top[:, row].tolist(), strict=True)
+        return tuple(
+            TokenLogprob(values[0], tuple(zip(ids[:wanted], values[1 : 1 + wanted], strict=True)))
+            for values, ids in steps
+        )
 
 
 class Landing:
@@ -146,7 +155,7 @@ class PendingStep:
         try:
             self._event.synchronize()
             saved = tuple(Saved(state.seq, state.finish()) for state in self._saved)
-            return StepResult(tuple(output for drawn in self._drawn for output in drawn.outputs()), saved)
+            return StepResult(tuple(chain.from_iterable(drawn.outputs() for drawn in self._drawn)), saved)
         except EngineFault as error:
             return error
         except Exception as error:
