@@ -39,7 +39,7 @@ help:
 	@echo "on a machine with an NVIDIA GPU (CUDA=12 for a driver of CUDA 12); results in $(GPU_RESULTS):"
 	@echo "make test-gpu      kernels and engine on the GPU"
 	@echo "make bench-gpu     every kernel, steps, prefills; NO_CACHE and SHARED in process and through gRPC; how costs grow"
-	@echo "make sanitize-gpu  compute-sanitizer, memcheck and racecheck, over small cases"
+	@echo "make sanitize-gpu  compute-sanitizer, memcheck and racecheck, over every kernel"
 
 demo: $(RUN_READY)
 	@$(BIN)/tinyloop demo

@@ -1,4 +1,5 @@
-"""Cases small enough for emulation and for a sanitizer; together they reach every kernel and every switch of a spec.
+"""Cases small enough for emulation; together they reach every kernel and every switch of a spec.  What a sanitizer is
+led through, tests/gpu/test_every_launch.py, launches no less.
 
 Requests off two prefixes and off none, with and without a suffix, with windows, sampled in every way, decode while
 another prompt is built in the same plans; each must get what it gets alone.

@@ -191,9 +191,8 @@ class PrefixStore:
         """Name and handles are gone; what runs on it goes on.  A build goes on only if somebody else wants it."""
         if prefix.name is not None:
             del self._names[prefix.tenant, prefix.name]
-        prefix.name, prefix.handles = None, 0
+        prefix.name, prefix.handles, prefix.waiters, prefix.detached = None, 0, 0, False
         self._pin(prefix, False)
-        prefix.waiters, prefix.detached = 0, False
         self.changed[prefix.uid] = None
         self._tell_lifetime(prefix)
         self.settle(prefix)
