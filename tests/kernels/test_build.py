@@ -123,3 +123,15 @@ def test_an_architecture_that_the_compiler_does_not_know(tmp_path: Path) -> None
 
 def test_an_architecture_newer_than_the_compiler_runs_the_code_of_an_older_one(tmp_path: Path) -> None:
     assert KernelBuilder("sm_109", cache=tmp_path).cubin("tables", {}).read_bytes().startswith(b"\x7fELF")
+
+
+def test_the_digest_of_all_sources_changes_with_any_of_them(tmp_path: Path) -> None:
+    (tmp_path / "include").mkdir()
+    digests = {KernelBuilder("sm_90").digest}
+    for name in ("a.cu", "b.cu", "include/c.cuh"):
+        (tmp_path / name).write_text("one")
+        digests.add(KernelBuilder("sm_90", sources=tmp_path).digest)
+        (tmp_path / name).write_text("other")
+        digests.add(KernelBuilder("sm_90", sources=tmp_path).digest)
+    assert len(digests) == 1 + 2 * 3
+    assert KernelBuilder("sm_80", sources=tmp_path).digest in digests, "what it is compiled for is named apart"
