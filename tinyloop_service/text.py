@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        return len(self._bytes)
+        """One more than the largest id."""
+        return max(self._bytes, default=-1) + 1
 
     def encode(self, text: str, *, bos: bool) -> TokenIds:
         """Ids of `text`; `bos` puts the model's BOS, if it has one, before them.
@@ -61,7 +63,7 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to the text; nothing for special tokens and ids that the tokenizer does not have."""
-        return self._bytes[token] if 0 <= token < len(self._bytes) else b""
+        return self._bytes.get(token, b"")
 
     def join(self, ids: Sequence[int]) -> bytes:
         """What tokens add to the text."""
@@ -88,7 +90,8 @@ def _types(decoder: Any) -> Iterator[str]:
             yield from _types(part)
 
 
-def _bytes_by_id(tokenizer: tokenizers.Tokenizer, decoder: set[str]) -> list[bytes]:
+def _bytes_by_id(tokenizer: tokenizers.Tokenizer, decoder: set[str]) -> dict[int, bytes]:
+    """No larger than the file, whatever ids that names."""
     if "ByteLevel" in decoder:
         to_bytes = _byte_level
     elif decoder & {"Metaspace", "ByteFallback"}:
@@ -96,9 +99,7 @@ def _bytes_by_id(tokenizer: tokenizers.Tokenizer, decoder: set[str]) -> list[byt
     else:
         given = ", ".join(sorted(decoder)) or "none"
         raise ModelFileError(f"the tokenizer's decoder is {given}, expected ByteLevel, Metaspace or ByteFallback")
-    table = [b""] * (max(tokenizer.get_vocab().values(), default=-1) + 1)
-    for token, token_id in tokenizer.get_vocab().items():
-        table[token_id] = to_bytes(token)
+    table = {token_id: to_bytes(token) for token, token_id in tokenizer.get_vocab().items()}
     for token_id, added in tokenizer.get_added_tokens_decoder().items():
         table[token_id] = b"" if added.special else added.content.encode()
     return table
@@ -112,6 +113,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_level_alphabet()
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _byte_level(token: str) -> bytes:
@@ -121,7 +123,7 @@ def _byte_level(token: str) -> bytes:
 
 def _metaspace(token: str) -> bytes:
     """SentencePiece: ▁ is a space, <0x0A> a byte."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+    if _BYTE.fullmatch(token):
         return bytes([int(token[3:5], 16)])
     return token.replace("▁", " ").encode()
 

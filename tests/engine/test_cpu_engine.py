@@ -43,6 +43,16 @@ def test_refuses_what_it_cannot_do() -> None:
         CpuEngine(weights_of(replace(SPEC, d_model=96)), kv_memory=1 << 20, cache_mode=CacheMode.H_INT4)
 
 
+def test_a_model_of_short_sequences_is_served_like_any_other() -> None:
+    """Also where more rows are computed at once than a sequence has tokens."""
+    drawn = []
+    for length in (40, 512):
+        driver = Driver(engine_of(replace(SPEC, max_seq_len=length)))
+        driver.decode([driver.request(None, TOKENS[i : i + 3]) for i in range(50)], 4)
+        drawn.append(driver.drawn)
+    assert drawn[0] == drawn[1]
+
+
 def test_progress_names_the_threads() -> None:
     said: list[str] = []
     threads = use_threads(2)  # or as many as the process has already

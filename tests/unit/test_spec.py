@@ -76,7 +76,10 @@ def test_schedule_numbers_cache_layers_in_order_of_computation() -> None:
         ("post_blocks", 10**9),
         ("default_loops", 17),
         ("max_loops", 0),
+        ("max_seq_len", 2**20),  # a table in every block, whatever the tensors are
         ("rope_theta", 0),
+        ("rope_theta", 10**400),
+        ("norm_eps", 1e-45),  # nothing in float32
         ("rope_theta", float("nan")),
         ("norm_eps", float("inf")),
         ("norm_eps", "1e-5"),

@@ -127,11 +127,11 @@ def test_a_truncating_tokenizer_does_not_truncate_prompts() -> None:
 
 
 def test_sentencepiece_tokens() -> None:
-    vocab = {"<unk>": 0, "▁a": 1, "b": 2, "<0xC3>": 3, "<0xA9>": 4, "▁": 5}
+    vocab = {"<unk>": 0, "▁a": 1, "b": 2, "<0xC3>": 3, "<0xA9>": 4, "▁": 5, "<0xZZ>": 6}
     piece = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a")][:0], unk_token="<unk>", byte_fallback=True))
     piece.normalizer = normalizers.Replace(" ", "▁")
     piece.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    assert Tokenizer(piece.to_str().encode()).decode([1, 2, 3, 4, 5]) == " abé "
+    assert Tokenizer(piece.to_str().encode()).decode([1, 2, 3, 4, 5, 6]) == " abé <0xZZ>"
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff", b"[]"])

@@ -12,7 +12,6 @@ pre + loops·K + p.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
@@ -27,6 +26,8 @@ BlockKind = Literal["pre", "loop", "post"]
 
 GROUP_SIZES = (128, 64, 32)
 _LARGEST = {"max_loops": 1024, "pre_blocks": 1024, "loop_blocks": 1024, "post_blocks": 1024}
+_LARGEST |= {"max_seq_len": 1 << 18}  # no tensor of the file bears witness to it, and each block has a table of it
+_POSITIVE = 1e-30, 1e30  # of rope_theta and norm_eps: what float32 holds
 _LARGEST_SIZE = 1 << 24  # of everything else; far above any model, low enough that products of two fit 64 bits
 
 
@@ -168,8 +169,9 @@ def _check_integer(name: str, value: Any, least: int) -> None:
 
 
 def _check_positive(name: str, value: Any) -> None:
+    least, most = _POSITIVE
     number = _is_int(value) or isinstance(value, float)
-    _require(number and 0 < value < math.inf, name, value, "a positive finite number")
+    _require(number and least <= value <= most, name, value, f"a number from {least} to {most}")
 
 
 def _check_keys(where: str, given: dict[str, Any], expected: set[str]) -> None:

@@ -28,6 +28,7 @@ from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import BlockWeights, Int4Linear, Linear, ModelWeights
 
 _FLOAT_BATCH = 16  # pieces of a float32 product; as many as threads if those are more
+_FEWEST_POSITIONS = 128  # in a table of RoPE: ONNX Runtime refuses one that is shorter than the rows of a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class LayerCompiler:
 
 
 def rope_tables(spec: ModelSpec) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin of position · theta^(−2i/D), [max_seq_len, D/2]."""
+    """cos and sin of position · theta^(−2i/D), [max_seq_len or more, D/2]."""
     inverse = spec.rope_theta ** (-np.arange(0, spec.head_dim, 2) / spec.head_dim)
-    angles = np.arange(spec.max_seq_len)[:, None] * inverse
+    angles = np.arange(max(spec.max_seq_len, _FEWEST_POSITIONS))[:, None] * inverse
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
