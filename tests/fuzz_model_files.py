@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import struct
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from byte_tokenizer import byte_tokenizer
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from fuzz_rounds import in_rounds, largest_size
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
@@ -228,7 +227,7 @@ class FileFuzzer:
         self.path = path
         self.outcomes: Counter[str] = Counter()
         self._engine_every = engine_every
-        self._size = _largest_size()
+        self._size = largest_size()
 
     def read(self, data: bytes) -> None:
         """Raises AssertionError for what must not be, and whatever else was raised instead of a ModelFileError."""
@@ -247,7 +246,7 @@ class FileFuzzer:
             if self.outcomes["read"] % self._engine_every == 0:
                 self._make_engine()
         if self.outcomes.total() % 50 == 0:
-            grown = _largest_size() - self._size
+            grown = largest_size() - self._size
             assert grown < MOST_GROWTH_BYTES, f"{grown} bytes of memory for files of {len(data)}"
 
     def _make_engine(self) -> None:
@@ -259,28 +258,11 @@ class FileFuzzer:
             self.outcomes["too large for the server"] += 1
 
 
-def _largest_size() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def fuzz(inputs: int, number: int, engine_every: int = 30) -> Counter[str]:
     """What came of `inputs` files.  Raises what hypothesis found, made as small as it can."""
     with tempfile.TemporaryDirectory() as folder:
         fuzzer = FileFuzzer(Path(folder) / "fuzzed.tinyloop", engine_every)
-
-        @seed(number)
-        @settings(
-            max_examples=inputs,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=(Phase.generate, Phase.shrink),
-        )
-        @given(files())
-        def examples(data: bytes) -> None:
-            fuzzer.read(data)
-
-        examples()
+        in_rounds(inputs, number, files(), fuzzer.read)
     return fuzzer.outcomes
 
 
@@ -289,10 +271,10 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     given_ = parser.parse_args()
-    began_s, size = time.monotonic(), _largest_size()
+    began_s, size = time.monotonic(), largest_size()
     outcomes = fuzz(given_.inputs, given_.seed)
     print(f"{outcomes['refused'] + outcomes['read']} files in {time.monotonic() - began_s:.0f} s: {dict(outcomes)}")
-    print(f"the largest size of the process grew by {(_largest_size() - size) / 2**20:.0f} MiB")
+    print(f"the largest size of the process grew by {(largest_size() - size) / 2**20:.0f} MiB")
 
 
 if __name__ == "__main__":

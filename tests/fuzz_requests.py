@@ -22,11 +22,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "rpc")]
 
+from fuzz_rounds import in_rounds, largest_size  # noqa: E402
 from rpc_harness import Served, byte_tokenizer, expected_tokens, ids, reason_of, serving  # noqa: E402
 from wire_values import IDS, METHODS, Method, requests  # noqa: E402
 
@@ -60,6 +60,9 @@ def calls(draw: st.DrawFn) -> Call:
     cancel_after = draw(st.integers(0, 60)) if draw(st.integers(0, 9)) == 9 else None
     timeout_s = draw(st.sampled_from([1e-4, 1e-3, 5e-3])) if draw(st.integers(0, 19)) == 19 else None
     return Call(method, draw(requests(method)), cancel_after, timeout_s)
+
+
+batches = st.lists(calls(), min_size=AT_ONCE, max_size=AT_ONCE)
 
 
 @dataclass
@@ -148,25 +151,11 @@ async def fuzzing() -> AsyncIterator[Fuzzer]:
 
 def fuzz(inputs: int, number: int) -> Counter[tuple[str, str]]:
     """What came of `inputs` requests.  Raises what hypothesis found, made as small as it can."""
-    quiet = settings(
-        max_examples=-(-inputs // AT_ONCE),
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-    )
     with asyncio.Runner() as runner:
         context = fuzzing()
         fuzzer = runner.run(context.__aenter__())
-
-        @seed(number)
-        @quiet
-        @given(st.lists(calls(), min_size=AT_ONCE, max_size=AT_ONCE))
-        def examples(batch: list[Call]) -> None:
-            runner.run(fuzzer.send(batch))
-
         try:
-            examples()
+            in_rounds(inputs // AT_ONCE, number, batches, lambda batch: runner.run(fuzzer.send(batch)))
         finally:
             runner.run(context.__aexit__(None, None, None))
     return fuzzer.outcomes
@@ -183,6 +172,7 @@ def main() -> None:
     began_s = time.monotonic()
     outcomes = fuzz(given_.inputs, given_.seed)
     print(f"{outcomes.total()} requests in {time.monotonic() - began_s:.0f} s, none of them ended as it must not")
+    print(f"largest size of this process, server and all: {largest_size() / 2**20:.0f} MiB")
     for (method, outcome), count in sorted(outcomes.items()):
         print(f"  {method:14} {outcome:45} {count:7}")
 

@@ -9,7 +9,7 @@ from wire_values import METHODS
 
 from tinyloop_service.pb import generation_pb2 as g
 
-INPUTS = 500  # the command sends 100 000
+INPUTS = 300  # the command sends 100 000
 
 
 def test_no_request_ends_as_none_may() -> None:
