@@ -39,7 +39,7 @@ from tinyloop_service.settings import SchedulerSettings  # noqa: E402
 AT_ONCE = 10
 HANGS_S = 60.0  # whoever waits longer would wait for ever
 PROMPT = range(1, 100)
-MOST_NAMES = 40  # then all are deleted, as those who made them do not
+MOST_NAMES, MOST_PINNED = 40, 4  # beyond that all are deleted, as those who made them do not
 DOCUMENTED = {(code.name, cls.reason) for cls, code in TABLE.items() if code is not grpc.StatusCode.INTERNAL}
 LIMITS = replace(FAKE_LIMITS, num_pages=300, max_rows=16)  # less than what is asked for at once, now and then
 
@@ -118,10 +118,11 @@ class Fuzzer:
         plain = g.GenerateRequest(input=ids(1, 2, 3), max_tokens=4, ignore_eos=True)
         answer = await served.generation.GenerateUnary(g.GenerateUnaryRequest(generation=plain))
         assert tuple(answer.choices[0].token_ids) == expected_tokens((1, 2, 3), 4)
-        names = [prefix.name for prefix in (await served.prefixes.ListPrefixes(p.ListPrefixesRequest())).prefixes]
-        for name in names if len(names) > MOST_NAMES else ():
-            with suppress(grpc.aio.AioRpcError):  # expired since
-                await served.prefixes.DeletePrefix(p.DeletePrefixRequest(name=name))
+        prefixes = (await served.prefixes.ListPrefixes(p.ListPrefixesRequest())).prefixes
+        if len(prefixes) > MOST_NAMES or sum(prefix.pinned for prefix in prefixes) > MOST_PINNED:
+            for prefix in prefixes:
+                with suppress(grpc.aio.AioRpcError):  # expired since
+                    await served.prefixes.DeletePrefix(p.DeletePrefixRequest(name=prefix.name))
         for name in IDS[:2]:
             with suppress(grpc.aio.AioRpcError):  # other content has the name
                 await served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id=name, input=ids(*PROMPT)))

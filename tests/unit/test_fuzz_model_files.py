@@ -40,6 +40,7 @@ def with_tokenizer(change: Callable[[dict[str, Any]], object]) -> Draft:
     [
         (lambda: good(0), "read"),
         (lambda: good(1), "read"),
+        (lambda: configured(norm_eps=1, rope_theta=10000), "read"),
         (lambda: configured(norm_eps=10**400), "refused"),
         (lambda: configured(rope_theta=10**400), "refused"),
         (lambda: configured(max_seq_len=2**24), "refused"),

@@ -135,7 +135,7 @@ class LayerCompiler:
             attended = self._norm(g, attended, block.attn_post_norm)
         weight = g.constant(block.mlp_norm.astype(np.float32))
         normed, _, _, residual = g.contribs(
-            "SkipSimplifiedLayerNormalization", x, attended, weight, num_outputs=4, epsilon=spec.norm_eps
+            "SkipSimplifiedLayerNormalization", x, attended, weight, num_outputs=4, epsilon=float(spec.norm_eps)
         )
         gate = g.contrib("QuickGelu", self._linear(g, normed, block.gate), alpha=1.0)  # x · sigmoid(x)
         down = self._linear(g, g.op("Mul", gate, self._linear(g, normed, block.up)), block.down)
@@ -146,7 +146,7 @@ class LayerCompiler:
 
     def _norm(self, g: GraphBuilder, x: str, weight: NDArray[np.float16]) -> str:
         scale = g.constant(weight.astype(np.float32))
-        return g.op("SimplifiedLayerNormalization", x, scale, axis=-1, epsilon=self._spec.norm_eps)
+        return g.op("SimplifiedLayerNormalization", x, scale, axis=-1, epsilon=float(self._spec.norm_eps))
 
     def _linear(self, g: GraphBuilder, x: str, *linears: Linear) -> str:
         """x [rows, in] → [rows, out]; several linears stand side by side along their outputs."""
