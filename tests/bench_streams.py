@@ -16,7 +16,8 @@ CPU          of the process that serves, over all its threads and rounds, / toke
 messages     a request's, which is what gRPC takes CPU for: the slower a stream, the more there are of them
 
 The fake engine (`engine/fake.py`) has the demo's tokenizer and a CUDA engine's plans: 256 rows, 8 steps, 4 when busy.
-With --plan-ms it sleeps in each, as a device would: 2.4 is four steps of 50 rows on an H200.
+With --plan-ms it sleeps in each, as a device would: 2.4 is four steps of 50 rows on an H200.  The blank one is the
+same without its arithmetic, and what is left of the figures is the service's: a row has the same tokens every time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from tinyloop_service.app import App, LoadedModel, load_model, run_process
 from tinyloop_service.bench import describe_machine
 from tinyloop_service.client import AsyncClient
 from tinyloop_service.demo import MODEL_PATH, PREFIX_TEXT, SUFFIXES
-from tinyloop_service.engine.api import Engine, Pending, Plan
+from tinyloop_service.engine.api import Engine, Pending, Plan, RowOutput, SequenceId
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
 from tinyloop_service.engine.weights import read_model
 from tinyloop_service.observe.logs import configure_logging
@@ -50,7 +51,18 @@ from tinyloop_service.text import Tokenizer
 from tinyloop_service.types import Delta, GenerationRequest, PrefixDefinition, Sampling, Stops
 
 PREFIX = "bench"
+TOKENS = tuple(300 + i * 997 % 1500 for i in range(FAKE_LIMITS.max_steps))
 FAKE = replace(FAKE_LIMITS, num_pages=60_000, max_rows=256, busy_steps=4, vocab_size=4096)
+
+
+class BlankEngine(FakeEngine):
+    """Costs nothing."""
+
+    def _decode(self, seq: SequenceId, num_steps: int) -> RowOutput:
+        return RowOutput(seq, TOKENS[:num_steps])
+
+
+FAKES = {"fake": FakeEngine, "blank": BlankEngine}
 
 
 @dataclass(slots=True)
@@ -69,13 +81,13 @@ class Figures:
 
 
 def load(kind: str, path: Path, plan_ms: float = 0.0) -> LoadedModel:
-    if kind != "fake":
+    if kind not in FAKES:
         return load_model(path, EngineSettings(engine=kind))
     weights = read_model(path)
     assert weights.tokenizer is not None and weights.spec.vocab_size <= FAKE.vocab_size
     limits = replace(FAKE, vocab_size=weights.spec.vocab_size)
     return LoadedModel(
-        FakeEngine(limits, step_s=plan_ms / 1e3), Tokenizer(weights.tokenizer, weights.spec.bos_token_id), {}
+        FAKES[kind](limits, step_s=plan_ms / 1e3), Tokenizer(weights.tokenizer, weights.spec.bos_token_id), {}
     )
 
 
@@ -245,7 +257,7 @@ def row(streams: int, new_tokens: int, inside: Figures, outside: Figures) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", default="fake", help="fake, cpu, cuda or auto")
+    parser.add_argument("--engine", default="fake", help="fake, blank, cpu, cuda or auto")
     parser.add_argument("--model", type=Path, default=MODEL_PATH)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--new-tokens", type=int, nargs="+", default=[32, 512])
