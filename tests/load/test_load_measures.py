@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from load_records import MS, job, moment, sent, turn
+from load_records import MS, START_NS, job, moment, sent, turn
 
 from tinyloop_service.load import measures
 from tinyloop_service.load.driver import Build, Driven, Failure
 from tinyloop_service.load.measures import Turn
 from tinyloop_service.load.results import Distribution, Driving, Phase, Slo
+from tinyloop_service.load.watch import seconds
+from tinyloop_service.types import Load
 
 FULL = Failure("UNAVAILABLE", "QUEUE_FULL", "the queue is full")
 GONE = Failure("NOT_FOUND", "PREFIX_EXPIRED", "it has expired")
@@ -207,3 +209,10 @@ def test_nothing_measured_is_no_verdict() -> None:
     found = phase(Turn(job(), (Driven(loop_late_ns=[10**9]),), (), 0, 0))
     assert found.lag.bottleneck is None
     assert found.counts.offered == 0
+
+
+def test_a_server_that_was_started_again_counts_from_nothing() -> None:
+    idle = Load(0, 0, 10, 10, 0, 0, 0, 1, 0, 0, 0, accepting=True)
+    counts = enumerate((900, 1000, 40))
+    samples = [(START_NS + at * 10**9, replace(idle, generated_tokens=count)) for at, count in counts]
+    assert [second.tokens_per_s for second in seconds(samples, START_NS)] == [100.0, 40.0]

@@ -125,6 +125,13 @@ def test_verified_runs_say_so(tmp_path: Path) -> None:
     assert "All 16 requests that were asked again, alone, gave the same tokens." in written(checked, tmp_path).of("li")
 
 
+def test_nothing_completed_and_nothing_verified_is_not_good(tmp_path: Path) -> None:
+    none = replace(phase(Way.SHARED, 2.0), counts=Counts(3, 0, 0, 0, 3), errors=())
+    page = written(replace(single(none), verification=Verification(0, 0, ())), tmp_path)
+    assert page.of("h1") == ["Not one of 3 requests was completed."]
+    assert any("No answer could be asked for again" in line for line in page.of("li"))
+
+
 def test_without_matplotlib_there_is_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)
     with pytest.raises(InvalidArgument, match=r"pip install 'tinyloop-service\[plot\]'"):

@@ -51,7 +51,11 @@ def test_what_does_not_belong_there_is_named(path: tuple[Any, ...], value: Any, 
         Result.from_json(json.dumps(raw))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"version": 1}', "null"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"version": 1}', "null", "[" * 100_000],
+    ids=lambda text: text[:8],
+)
 def test_what_is_no_result_is_one_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected|missing"):
         Result.from_json(text)

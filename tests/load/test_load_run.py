@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from load_harness import VOCABULARY, fake, plan_of, prompts_of
+from load_harness import VOCABULARY, Around, fake, plan_of, prompts_of
 
+from tinyloop_service.bench.service import Ask, Outputs
 from tinyloop_service.engine.api import Open
 from tinyloop_service.engine.fake import FakeEngine
-from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.errors import InvalidArgument, Unavailable
 from tinyloop_service.load.fleet import Here
 from tinyloop_service.load.local import Local
 from tinyloop_service.load.prompts import Prompts
@@ -62,6 +65,29 @@ async def test_answers_that_differ_are_told_with_their_place() -> None:
     assert found.verification is not None
     assert found.verification.alike < found.verification.asked == 3
     assert "token 0 is" in found.verification.differing[0]
+
+
+async def test_a_server_that_is_gone_before_the_second_look_takes_no_figures_along() -> None:
+    gone = False
+
+    def tell(status: Status) -> None:
+        nonlocal gone
+        gone |= status.doing.startswith("asking again, 2")
+
+    class Vanishing(Around):
+        def ask(self, ask: Ask) -> AsyncGenerator[Outputs, None]:
+            if gone:
+                raise Unavailable("it is gone")
+            return self.service.ask(ask)
+
+    plan = plan_of(prompts_of(), verify=3)
+    async with fake() as target:
+        vanishing: Any = Vanishing(target)
+        found = await LoadTest(plan, vanishing, Here(target, prompts_of()), tell).run()
+    assert found.phases[0].counts.completed > 0
+    assert found.verification is not None
+    assert (found.verification.asked, found.verification.alike) == (3, 1)
+    assert all("asked again it failed: it is gone" in line for line in found.verification.differing)
 
 
 async def test_a_search_runs_phases_until_it_knows() -> None:

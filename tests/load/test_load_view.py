@@ -71,3 +71,10 @@ def test_pages_that_did_not_come_back_are_told(capsys: pytest.CaptureFixture[str
     [phase] = quiet().phases
     lines = shown(replace(quiet(), phases=(replace(phase, pages_after=12),)), capsys)
     assert lines[0].startswith("1/s, shared: requests hold 12 pages afterwards, 0 before")
+
+
+def test_a_server_that_did_not_say_is_not_said_to_hold_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    [phase] = quiet().phases
+    lines = shown(replace(quiet(), phases=(replace(phase, pages_after=-1),)), capsys)
+    assert lines[0] == "1/s, shared: the server did not say what requests hold afterwards"
+    assert not any("-1" in line for line in lines)

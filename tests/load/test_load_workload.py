@@ -94,6 +94,11 @@ def test_dealing_and_drawing_exclude_each_other() -> None:
         parse_workload("wrong", {**BASE, "zipf": 1.0, "requests_per_prefix": 4})
 
 
+def test_a_deal_has_an_end() -> None:
+    with pytest.raises(InvalidArgument, match="times prefixes is more than"):
+        parse_workload("wrong", {**BASE, "prefixes": 10**5, "requests_per_prefix": 10**5})
+
+
 def test_what_is_no_workload_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="neither a file nor one of cancel-heavy, "):
         read_workload("nonsense")

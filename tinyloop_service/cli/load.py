@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 VERIFIED = 16  # answers, with --verify
 MOST_LOADS = 32
+MOST_REQUESTS = 5_000_000  # of a phase: they are drawn ahead
+MOST_CALLERS = 100_000
 _BOUND = re.compile(r"(ttft|itl|e2e)=(\S+)")
 
 
@@ -51,11 +53,13 @@ def parse_slo(value: str | Slo) -> Slo:
     bounds: dict[str, float] = {}
     for item in value.split(","):
         found = _BOUND.fullmatch(item.strip())
-        if not found:
+        if not found or f"{found[1]}_ms" in bounds:
             raise click.BadParameter(
-                f"{item!r} is no bound; expected ttft=, itl= or e2e= with a duration, as in itl=30ms"
+                f"{item!r} is no bound, or a second one; expected ttft=, itl= or e2e= with a duration, as in itl=30ms"
             )
-        bounds[f"{found[1]}_ms"] = parse_duration(found[2]).total_seconds() * 1e3
+        bounds[f"{found[1]}_ms"] = bound_ms = parse_duration(found[2]).total_seconds() * 1e3
+        if not bound_ms:
+            raise click.BadParameter(f"{item!r} is kept by nothing; expected a duration above 0")
     return Slo(**bounds)
 
 
@@ -93,7 +97,10 @@ def parse_change(value: str | tuple[str, Any]) -> tuple[str, Any]:
     "--in-process", type=click.Path(path_type=Path), metavar="MODEL", help="No server: the engine in this process."
 )
 @click.option(
-    "--json", "json_path", type=click.Path(path_type=Path, allow_dash=True), help="Write all of it; - prints."
+    "--json",
+    "json_path",
+    type=click.Path(path_type=Path, allow_dash=True, dir_okay=False, writable=True),
+    help="Write all of it; - prints.",
 )
 @click.option(
     "--report",
@@ -134,6 +141,7 @@ def load(
 
     driving, loads = _loads(rate, concurrency, sweep=options["sweep"])
     _check_options(options, json_path)
+    _check_loads(driving, max(loads), options["warmup"] + options["duration"])
     if report_path is not None and not can_plot():
         raise click.UsageError("--report needs matplotlib: pip install 'tinyloop-service[plot]'")
     workload = read_workload(name, dict(changes))
@@ -141,12 +149,14 @@ def load(
 
     with load_view.watching(workload.name) as tell:
         result = asyncio.run(_run(workload, driving, loads, server, options, tell))
-    if json_path is not None and str(json_path) != "-":
-        json_path.write_text(result.to_json() + "\n", encoding="utf-8")
-    if str(json_path) == "-":
-        print(result.to_json())
-    else:
-        load_view.print_result(result)
+    try:
+        if json_path is not None and str(json_path) != "-":
+            json_path.write_text(result.to_json() + "\n", encoding="utf-8")
+    finally:  # a disk that is full takes nothing from who reads
+        if str(json_path) == "-":
+            print(result.to_json())
+        else:
+            load_view.print_result(result)
     if report_path is not None:
         output.err.print(f"written: {report.write(result, report_path)}")
     return _status(result)
@@ -180,6 +190,17 @@ def _check_options(options: dict[str, Any], json_path: Path | None) -> None:
             raise click.UsageError("give --target or --in-process, not both")
     if json_path is not None and not json_path.absolute().parent.is_dir():
         raise click.UsageError(f"--json {json_path}: {json_path.parent} is no directory; make it first")
+
+
+def _check_loads(driving: Driving, most: float, length: timedelta) -> None:
+    if driving is Driving.CLOSED and most > MOST_CALLERS:
+        raise click.UsageError(f"--concurrency {most:.0f} is above {MOST_CALLERS} callers")
+    requests = most * length.total_seconds()
+    if driving is Driving.OPEN and requests > MOST_REQUESTS:
+        raise click.UsageError(
+            f"--rate {most:g} for {length.total_seconds():g} s is {requests:.3g} requests, at most {MOST_REQUESTS:.0e};"
+            " give a lower rate, or a shorter --duration"
+        )
 
 
 async def _run(

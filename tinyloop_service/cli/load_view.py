@@ -116,7 +116,9 @@ def _troubles(result: Result) -> Iterator[Text]:
             yield Text(
                 f"{phase.name}: no latencies, the harness was the bottleneck: {phase.lag.bottleneck}", "bold red"
             )
-        if phase.pages_after != phase.pages_before:
+        if phase.pages_after < 0:
+            yield Text(f"{phase.name}: the server did not say what requests hold afterwards", style="bold yellow")
+        elif phase.pages_after != phase.pages_before:
             pages = f"requests hold {phase.pages_after} pages afterwards, {phase.pages_before} before"
             yield Text(f"{phase.name}: {pages}; somebody else's, or lost", style="bold yellow")
     check = result.verification
@@ -198,7 +200,8 @@ def _print_latencies(phase: Phase) -> None:
         told += f"; {made.count} builds, {made.mean_ms:.0f} ms in the mean, {made.max_ms:.0f} at most"
     if times.stall is not None:
         told += f"; largest ITL = {times.stall:.1f} × its median"
-    output.out.print(f"{told}; requests held {phase.pages_after} pages afterwards, {phase.pages_before} before")
+    held = "" if phase.pages_after < 0 else f"; requests held {phase.pages_after} pages afterwards"
+    output.out.print(f"{told}{held}, {phase.pages_before} before" if held else told)
 
 
 def _ms(of: Distribution | None, figure: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from tinyloop_service.arguments import MAX_TTL_NS
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.settings import Settings
 from tinyloop_service.types import TokenIds
@@ -29,7 +30,10 @@ def parse_duration(value: str | timedelta) -> timedelta:
     found = _DURATION.fullmatch(value.strip())
     if not found:
         raise click.BadParameter(f"{value!r} is no duration; examples: 90s, 15m, 1.5h, 7d")
-    return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
+    seconds = float(found[1]) * _SECONDS[found[2]]
+    if seconds * 1e9 > MAX_TTL_NS:
+        raise click.BadParameter(f"{value!r} is longer than ten years")
+    return timedelta(seconds=seconds)
 
 
 def parse_token_ids(value: str | TokenIds) -> TokenIds:

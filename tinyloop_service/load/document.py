@@ -28,7 +28,7 @@ def read(version: int, cls: type[T], text: str) -> T:
     """The value that `write` wrote.  Raises ValueError."""
     try:
         raw = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{cls.__name__} expected as JSON: {error}") from None
     if not isinstance(raw, dict) or raw.pop(_VERSION_KEY, None) != version:
         raise ValueError(f"{cls.__name__} of version {version} expected; write it again with this release")

@@ -153,7 +153,7 @@ class Phase:
     lag: Lag
     series: tuple[Second, ...]  # warm-up included
     pages_before: int  # held by requests before the first of them, and
-    pages_after: int  # after the last
+    pages_after: int  # after the last; -1: the server did not say
 
     @property
     def name(self) -> str:

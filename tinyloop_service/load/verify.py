@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from tinyloop_service.bench.rounds import Timeline, follow
 from tinyloop_service.bench.service import Service
+from tinyloop_service.errors import TinyLoopError
 from tinyloop_service.load.driver import Sent
 from tinyloop_service.load.prompts import Prompts
 from tinyloop_service.load.results import Verification, Way
@@ -23,11 +24,15 @@ async def verify(
     for number, (way, sent) in enumerate(answers):
         show(number + 1)
         is_text = prompts.workload.content == "text"
-        if is_text and way is Way.SHARED and sent.drawn.prefix is not None:
-            await service.create_prefix(*prompts.prefix(sent.drawn.prefix))
-        again = Timeline()
-        await follow(service, prompts.ask(sent.drawn, way if is_text else Way.NO_SHARE), again)
-        if (said := difference(sent.timeline.token_ids, again.token_ids)) is not None:
+        try:
+            if is_text and way is Way.SHARED and sent.drawn.prefix is not None:
+                await service.create_prefix(*prompts.prefix(sent.drawn.prefix))
+            again = Timeline()
+            await follow(service, prompts.ask(sent.drawn, way if is_text else Way.NO_SHARE), again)
+            said = difference(sent.timeline.token_ids, again.token_ids)
+        except TinyLoopError as error:  # what was measured is not lost for that
+            said = f"asked again it failed: {error}"
+        if said is not None:
             differing.append(f"request {sent.drawn.index}, {way.value}: {said}")
     return Verification(len(answers), len(answers) - len(differing), tuple(differing))
 

@@ -38,7 +38,7 @@ class Watch:
         if len(recent) < 2:
             return 0.0
         (before_ns, before), (now_ns, now) = recent[0], recent[-1]
-        return (now.generated_tokens - before.generated_tokens) / (now_ns - before_ns) * 1e9
+        return _gained(before, now, lambda load: load.generated_tokens) / (now_ns - before_ns) * 1e9
 
     async def run(self, show: Callable[[Load], None] = lambda load: None) -> None:
         """Until it is cancelled."""
@@ -59,7 +59,7 @@ async def peek(service: Service) -> Load | None:
 
 
 async def settled_pages(service: Service, baseline: int) -> int:
-    """Pages that requests hold once they are back at `baseline`, or when that has taken too long."""
+    """Pages that requests hold once they are back at `baseline`, or when that has taken too long; -1: no answer."""
     pages, deadline_ns = -1, time.monotonic_ns() + round(SETTLE_S * 1e9)
     while pages != baseline and time.monotonic_ns() < deadline_ns:
         if (load := await peek(service)) is not None:
@@ -100,6 +100,11 @@ def _second(at_s: float, loads: Sequence[Load], before: Sample, last: Sample) ->
         pages_prefixes=share(lambda load: load.pages_prefixes),
         pages_active=share(lambda load: load.pages_active),
         prefixes_ready=mean(lambda load: load.prefixes_ready),
-        evictions=last[1].prefix_evictions - before[1].prefix_evictions,
-        tokens_per_s=round((last[1].generated_tokens - before[1].generated_tokens) / elapsed_s, 2),
+        evictions=_gained(before[1], last[1], lambda load: load.prefix_evictions),
+        tokens_per_s=round(_gained(before[1], last[1], lambda load: load.generated_tokens) / elapsed_s, 2),
     )
+
+
+def _gained(before: Load, now: Load, counter: Callable[[Load], int]) -> int:
+    """A server that was started again counts from 0."""
+    return counter(now) - counter(before) if counter(now) >= counter(before) else counter(now)

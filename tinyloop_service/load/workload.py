@@ -139,6 +139,8 @@ def parse_workload(name: str, data: Mapping[str, Any]) -> Workload:
 def _check_together(workload: Workload) -> None:
     if workload.requests_per_prefix is not None and workload.zipf:
         raise InvalidArgument("requests_per_prefix", "deals prefixes out, zipf draws them; leave one out")
+    if workload.prefixes * (workload.requests_per_prefix or 1) > MOST:
+        raise InvalidArgument("requests_per_prefix", f"times prefixes is more than {MOST}")
     if (workload.builds == 0) != (workload.build_len == 0):
         raise InvalidArgument("builds", "and build_len go together; give both, or neither")
 

@@ -57,6 +57,9 @@ def _failures(result: Result) -> Iterator[Finding]:
         return
     completed = sum(phase.counts.completed for phase in result.phases)
     cancelled = sum(phase.counts.cancelled for phase in result.phases)
+    if not completed + cancelled:
+        yield Finding(Grade.BAD, f"Not one of {count(offered)} requests was completed.")
+        return
     aside = f", {count(cancelled)} were cancelled on purpose" if cancelled else ""
     none = "No unexpected errors" if any(result.errors()) else "No errors"
     yield Finding(Grade.GOOD, f"{none}: {count(completed)} of {count(offered)} requests completed{aside}.")
@@ -106,12 +109,15 @@ def _verification(result: Result) -> Iterator[Finding]:
     checked = result.verification
     if checked is None:
         return
+    if not checked.asked:
+        yield Finding(Grade.DOUBTFUL, "No answer could be asked for again, alone: there was none.")
+        return
     if checked.alike == checked.asked:
         sentence = f"All {count(checked.asked)} requests that were asked again, alone, gave the same tokens."
         yield Finding(Grade.GOOD, sentence)
         return
     differing = count(checked.asked - checked.alike)
-    sentence = f"{differing} of {count(checked.asked)} requests gave other tokens when they were asked again, alone."
+    sentence = f"{differing} of {count(checked.asked)} requests did not give the same tokens again, alone."
     yield Finding(Grade.BAD, sentence, checked.differing)
 
 
