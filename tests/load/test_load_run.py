@@ -18,7 +18,7 @@ from tinyloop_service.load.fleet import Here
 from tinyloop_service.load.local import Local
 from tinyloop_service.load.prompts import Prompts
 from tinyloop_service.load.results import Driving, Slo, Way
-from tinyloop_service.load.run import Findings, LoadTest, Plan, Status, vocabulary_of
+from tinyloop_service.load.run import Findings, LoadTest, Plan, Status, _enough, vocabulary_of
 from tinyloop_service.load.verify import difference
 
 
@@ -138,6 +138,22 @@ async def test_text_needs_a_tokenizer() -> None:
         with pytest.raises(InvalidArgument, match="no tokenizer"):
             await vocabulary_of(target, model, workload)
         assert await vocabulary_of(target, model, prompts_of().workload) == VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("rounds", "elapsed_s", "is_enough"),
+    [
+        (0, 99.0, False),
+        (1, 19.0, False),
+        (1, 20.0, True),
+        (3, 4.9, False),
+        (3, 5.0, True),
+        (8, 4.0, False),
+        (9, 0.1, True),
+    ],
+)
+def test_lone_requests_are_few_where_they_take_long(rounds: int, elapsed_s: float, is_enough: bool) -> None:
+    assert _enough(rounds, elapsed_s) is is_enough
 
 
 def test_the_first_difference_is_named() -> None:
