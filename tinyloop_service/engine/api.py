@@ -26,7 +26,7 @@ This file refuses to know how an engine computes, and what a name, a tenant or a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tinyloop_service.types import CacheMode, Sampling, TokenIds, TokenLogprob
 
@@ -190,8 +190,7 @@ class Plan:
         return named | {p.seq for p in self.prefill} | {*self.first, *self.decode, *self.activate}
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutput:
+class RowOutput(NamedTuple):  # as many as rows in a plan, and quickly made
     """Tokens sampled for one sequence, in order; logprobs are parallel to tokens or empty."""
 
     seq: SequenceId

@@ -67,8 +67,11 @@ class Delivery:
 
     def deliver(self) -> None:
         """Hand out all events; text stops found on the way go back to the core."""
+        events = self._core.take_events()
+        if not events:
+            return
         interval_ns = self.interval_ns
-        for event in self._core.take_events():
+        for event in events:
             if isinstance(event, _OF_STREAMS):
                 if (stream := self._streams.get(event.request)) is not None:
                     self._tell_stream(stream, event, interval_ns)

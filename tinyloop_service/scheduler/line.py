@@ -50,10 +50,10 @@ class Line:
 
     def waiting(self, tenant: str) -> Waiting:
         return Waiting(
-            requests=self._num_requests[tenant],
-            builds=self._num_builds[tenant],
+            requests=self._num_requests.get(tenant, 0),
+            builds=self._num_builds.get(tenant, 0),
             kept_back=len(self._lanes.get(tenant, ())),
-            tokens=self._lane_tokens[tenant],
+            tokens=self._lane_tokens.get(tenant, 0),
         )
 
     def add(self, order: int, job: Job, now_ns: int) -> None:

@@ -48,7 +48,9 @@ class PagePool:
         """Turn reserved pages into ids."""
         assert 0 <= count <= self._reserved.get(owner, 0), f"owner {owner} takes {count} pages it did not reserve"
         self._reserved[owner] = self._reserved.get(owner, 0) - count
-        pages = tuple(self._free_ids.pop() for _ in range(count))
+        first = len(self._free_ids) - count
+        pages = tuple(reversed(self._free_ids[first:]))
+        del self._free_ids[first:]
         self._held.setdefault(owner, set()).update(pages)
         return pages
 
