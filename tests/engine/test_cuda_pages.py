@@ -191,7 +191,7 @@ class Plans:
             sequence = self.table.open(opening)
             self.pages.open(sequence)
             copied = [(sequence.slot, sequence.parent.slot)] if sequence.parent else []
-        extended = self.table.extend([extension] if extension else [])
+        extended, _ = self.table.extend([extension] if extension else [])
         activated = [self.table[held.id] for held in activate or []]
         changes = self.pages.change(extended, activated, [], clones or [], self.staging)
         for held in activate or []:

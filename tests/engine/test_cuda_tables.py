@@ -104,8 +104,8 @@ def test_tiles_of_a_chunk() -> None:
     chains = Chains()
     sequence = chains.open(0, window=9)
     slot = sequence.slot
-    assert prompt_tiles([Span(sequence, 100, 50, 130)]).tolist() == [
-        [slot, 100, 64, 50, 9, 0], [slot, 164, 64, 114, 9, 0], [slot, 228, 2, 178, 9, 0]
+    assert prompt_tiles([Span(sequence, 100, 50, 130)]) == [
+        (slot, 100, 64, 50, 9, 0), (slot, 164, 64, 114, 9, 0), (slot, 228, 2, 178, 9, 0)
     ]  # fmt: skip
 
 
@@ -121,10 +121,10 @@ def test_suffixes_off_one_parent_share_tiles() -> None:
         count = 30 if sequence in wide else 5
         spans.append(Span(sequence, row, sequence.length, count))
         row += count
-    tiles = prompt_tiles(spans).tolist()
-    own = [[s.sequence.slot, s.row, 5, s.position, s.sequence.window, 0] for s in spans if s.sequence not in wide]
+    tiles = prompt_tiles(spans)
+    own = [(s.sequence.slot, s.row, 5, s.position, s.sequence.window, 0) for s in spans if s.sequence not in wide]
     first = next(s for s in spans if s.sequence in wide)
-    shared = [[first.sequence.slot, first.row, 64, 0, 0, 2], [first.sequence.slot, first.row + 64, 26, 0, 0, 2]]
+    shared = [(first.sequence.slot, first.row, 64, 0, 0, 2), (first.sequence.slot, first.row + 64, 26, 0, 0, 2)]
     assert sorted(tiles) == sorted(own + shared)
 
 
@@ -151,27 +151,33 @@ def test_pages_of_several_sequences_are_written_at_once() -> None:
     chains = Chains()
     first, second = chains.open(64), chains.open(0)
     blocks = Extend(first.id, ((5, 6), (7, 8))), Extend(second.id, ((9, 10, 11),))  # 2 and 3 layers of at most 4
-    written = chains.table.extend(blocks).tolist()
+    written = chains.table.extend(blocks)[0].tolist()
     places = [(first.slot, 0, 1), (first.slot, 1, 1), (first.slot, 0, 2), (first.slot, 1, 2)]
     places += [(second.slot, layer, 0) for layer in range(3)]
     at = [(slot * 4 + layer) * 10 + block for slot, layer, block in places]
     assert written == [list(pair) for pair in zip(at, range(5, 12), strict=True)]
-    assert chains.table.extend([]).shape == (0, 2)
+    assert chains.table.extend([])[0].shape == (0, 2)
     with pytest.raises(AssertionError, match=r"sequence 1 grows to block 10"):
         chains.table.extend([Extend(first.id, ((0, 0),) * 8)])
 
 
-def test_pages_that_a_chunk_fills_need_no_zeros() -> None:
+@pytest.mark.parametrize(
+    ("start", "count", "filled"), [(0, 256, "1234"), (0, 255, "123"), (1, 255, "234"), (70, 57, ""), (70, 130, "3")]
+)
+def test_pages_that_a_chunk_fills_need_no_zeros(start: int, count: int, filled: str) -> None:
     chains = Chains()
     chunked, other = chains.open(0), chains.open(0)
-    pages = chains.table.extend(
-        [Extend(chunked.id, tuple((10 * block, 10 * block + 1) for block in range(1, 5))), Extend(other.id, ((7, 8),))]
-    )
-    for start, count, filled in ((0, 256, "1234"), (0, 255, "123"), (1, 255, "234"), (70, 57, ""), (70, 130, "3")):
-        chunk = Prefill(chunked.id, start, (0,) * count, last=False)
-        kept = chains.table.not_filled(pages, (chunk,)).tolist()
-        assert kept == [page for page in pages[:, 1].tolist() if page < 10 or str(page // 10) not in filled]
-    assert chains.table.not_filled(pages, ()).tolist() == pages[:, 1].tolist()
+    blocks = tuple((10 * block, 10 * block + 1) for block in range(1, 5))
+    extensions = Extend(chunked.id, blocks[:1]), Extend(other.id, ((7, 8),)), Extend(chunked.id, blocks[1:])
+    chunk = Prefill(chunked.id, start, (0,) * count, last=False)
+    pages, unfilled = chains.table.extend(extensions, [chunk])
+    assert unfilled.tolist() == [page for page in pages[:, 1].tolist() if page < 10 or str(page // 10) not in filled]
+
+
+def test_pages_that_no_chunk_fills_need_zeros() -> None:
+    chains = Chains()
+    pages, unfilled = chains.table.extend([Extend(chains.open(0).id, ((1, 2), (3, 4)))])
+    assert pages[:, 1].tolist() == unfilled.tolist() == [1, 2, 3, 4]
 
 
 def test_slots_come_back_and_run_out() -> None:

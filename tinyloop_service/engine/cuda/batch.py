@@ -16,9 +16,10 @@ In: sequences with their lengths.  Out: NumPy tables.  Refuses to know about pag
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from tinyloop_service.engine.cuda.sequences import Sequence
 
 Ints = NDArray[np.int32]
 TILE_TOKENS = 64
+Tile = tuple[int, int, int, int, int, int]  # slot, first row, tokens, position of the first, window, shared blocks
 _MOST_TABLES = 8
 
 
@@ -91,20 +93,17 @@ class Span:
     count: int
 
 
-def prompt_tiles(spans: Rows[Span]) -> Ints:
-    """Tiles (slot, first row, tokens, position of the first, window, shared blocks) of a pass, (tiles, 6).
-
-    spans: by parent and window (`tile_order`), rows without a gap.
-    """
-    tiles: list[Ints] = []
+def prompt_tiles(spans: Rows[Span]) -> list[Tile]:
+    """Tiles of a pass.  spans: by parent and window (`tile_order`), rows without a gap."""
+    tiles: list[Tile] = []
     for _, group in groupby(spans, key=lambda span: tile_order(span.sequence)):
         alike = list(group)
         shared = len(alike[0].sequence.owners)
         if len(alike) > 1 and shared:
-            tiles.append(_cut(alike[0], sum(span.count for span in alike), shared))
+            tiles += _cut(alike[0], sum(span.count for span in alike), shared)
         else:
-            tiles += [_cut(span, span.count, 0) for span in alike]
-    return np.concatenate(tiles)
+            tiles += chain.from_iterable(_cut(span, span.count, 0) for span in alike)
+    return tiles
 
 
 def prompt_tables(spans: Rows[Span], tokens: Ints, rows: int) -> tuple[Ints, int]:
@@ -116,15 +115,15 @@ def prompt_tables(spans: Rows[Span], tokens: Ints, rows: int) -> tuple[Ints, int
     tiles, most = prompt_tiles(spans), rows // TILE_TOKENS
     while most < len(tiles):
         most *= 2
-    tables = np.zeros(3 * rows + 6 * most, np.int32)
+    tables, used = np.zeros(3 * rows + 6 * most, np.int32), len(tokens)
     ids, slots, positions = tables[: 3 * rows].reshape(3, rows)
-    counts = np.array([span.count for span in spans])
-    offsets = np.array([span.position - span.row for span in spans], np.int32)
-    ids[: len(tokens)] = tokens
-    slots[: len(tokens)] = np.repeat(np.array([span.sequence.slot for span in spans], np.int32), counts)
-    slots[len(tokens) :] = -1
-    positions[: len(tokens)] = np.arange(len(tokens), dtype=np.int32) + np.repeat(offsets, counts)
-    tables[tables.size - tiles.size :] = tiles.ravel()
+    counts = [span.count for span in spans]
+    ids[:used] = tokens
+    slots[:used] = _each([span.sequence.slot for span in spans], counts)
+    slots[used:] = -1
+    offsets = _each([span.position - span.row for span in spans], counts)
+    positions[:used] = np.arange(used, dtype=np.int32) + offsets
+    tables[tables.size - 6 * len(tiles) :] = [*chain.from_iterable(tiles)]
     return tables, most
 
 
@@ -133,13 +132,13 @@ def tile_order(sequence: Sequence) -> tuple[int, int]:
     return (sequence.parent.slot if sequence.parent is not None else -1, sequence.window)
 
 
-def _cut(first: Span, count: int, shared: int) -> Ints:
-    offsets = np.arange(0, count, TILE_TOKENS, dtype=np.int32)
-    tiles = np.zeros((offsets.size, 6), np.int32)
-    tiles[:, 0] = first.sequence.slot
-    tiles[:, 1] = first.row + offsets
-    tiles[:, 2] = np.minimum(count - offsets, TILE_TOKENS)
-    tiles[:, 3] = 0 if shared else first.position + offsets  # tokens that share a tile have positions of their own
-    tiles[:, 4] = first.sequence.window
-    tiles[:, 5] = shared
-    return tiles
+def _each(values: list[int], counts: list[int]) -> int | Ints:
+    """Each so often, one after the other; a single one stands for all."""
+    return values[0] if len(values) == 1 else np.repeat(np.array(values, np.int32), counts)
+
+
+def _cut(first: Span, count: int, shared: int) -> Iterator[Tile]:
+    slot, window = first.sequence.slot, first.sequence.window
+    for at in range(0, count, TILE_TOKENS):
+        position = 0 if shared else first.position + at  # tokens that share a tile have positions of their own
+        yield slot, first.row + at, min(count - at, TILE_TOKENS), position, window, shared

@@ -14,7 +14,6 @@ tables.  Refuses to know what lies in pages and how it is read.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -28,6 +27,8 @@ from tinyloop_service.types import Sampling
 Ints = NDArray[np.int32]
 _NO_OWNERS: Ints = np.zeros(0, np.int32)
 _NO_PAGES = _NO_OWNERS
+_NO_WORDS: Ints = np.zeros((0, 2), np.int32)
+_NO_BLOCKS = range(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +44,7 @@ class Sequence:
     sampling: Sampling | None  # None: a prefix
     owners: Ints  # (start // 64,): slots that own the whole blocks it inherits
     length: int
-    first_block: int  # absolute index of blocks[0]
+    next_block: int  # absolute index of the block that comes next
     blocks: list[Block] = field(default_factory=list)
     active: bool = True  # its pages are there in the form that is read
     has_output: bool = False  # a prefix whose last token's output is kept
@@ -64,8 +65,9 @@ class Sequence:
         return self.sampling is None
 
     @property
-    def next_block(self) -> int:
-        return self.first_block + len(self.blocks)
+    def first_block(self) -> int:
+        """Absolute index of blocks[0]."""
+        return self.next_block - len(self.blocks)
 
     def readers(self) -> list[Sequence]:
         """Whoever may read its pages: itself, and all that descend from it."""
@@ -84,6 +86,7 @@ class SequenceTable:
 
     def __init__(self, num_slots: int, max_layers: int, max_blocks: int) -> None:
         self.max_layers, self.max_blocks = max_layers, max_blocks
+        self._layers = np.arange(max_layers, dtype=np.int32) * np.int32(max_blocks)  # from a block's first page on
         self._free = list(range(num_slots - 1, -1, -1))
         self.num_slots = num_slots
         self._open: dict[SequenceId, Sequence] = {}
@@ -119,47 +122,35 @@ class SequenceTable:
                 del sequence.parent.children[seq]
         return sequence
 
-    def extend(self, extensions: Iterable[Extend]) -> Ints:
-        """Append blocks; (index into the tables, page id) of each of their pages, (pages, 2)."""
-        blocks: list[Block] = []
-        places: list[int] = []  # in the tables, of each block's first layer
+    def extend(self, extensions: Iterable[Extend], prefills: Iterable[Prefill] = ()) -> tuple[Ints, Ints]:
+        """Append blocks: (index into the tables, page id) of each of their pages, (pages, 2), and the pages that these
+        chunks do not write from the first token to the last."""
+        filled = {prefill.seq: _filled(prefill) for prefill in prefills}
+        by_depth: dict[int, tuple[list[int], list[Block]]] = {}  # where their first layers are in the tables, blocks
+        unfilled: list[Block] = []
         for extension in extensions:
-            sequence, count = self._open[extension.seq], len(extension.blocks)
-            at, end = sequence.next_block, sequence.next_block + count
+            sequence, new = self._open[extension.seq], extension.blocks
+            at, end = sequence.next_block, sequence.next_block + len(new)
             assert end <= self.max_blocks, f"sequence {extension.seq} grows to block {end - 1}"
-            sequence.blocks.extend(extension.blocks)
-            sequence.listed = None
-            blocks.extend(extension.blocks)
+            sequence.next_block, sequence.listed = end, None
+            sequence.blocks += new
+            places, blocks = by_depth.setdefault(max(map(len, new), default=0), ([], []))
             first = sequence.slot * self.max_layers * self.max_blocks
-            places.extend(range(first + at, first + end))
-        depths = list(map(len, blocks))
-        written = [self._words_of(blocks, places, depths, depth) for depth in dict.fromkeys(depths)]
-        return np.concatenate(written) if written else np.zeros((0, 2), np.int32)
+            places += range(first + at, first + end)
+            blocks += new
+            kept = filled.get(extension.seq, _NO_BLOCKS)
+            unfilled += new[: max(0, kept.start - at)] + new[max(0, kept.stop - at) :] if kept else new
+        if not by_depth:
+            return _NO_WORDS, _NO_PAGES
+        words = np.concatenate([self._words_of(*group, depth) for depth, group in by_depth.items()])
+        return words, _flat(unfilled) if filled else words[:, 1]
 
-    def _words_of(self, blocks: list[Block], places: list[int], depths: list[int], depth: int) -> Ints:
-        """(index, page) of every page of the blocks of one depth."""
-        if len(set(depths)) > 1:
-            blocks = [block for block, its in zip(blocks, depths, strict=True) if its == depth]
-            places = [place for place, its in zip(places, depths, strict=True) if its == depth]
+    def _words_of(self, places: list[int], blocks: list[Block], depth: int) -> Ints:
+        """(index, page) of every page."""
         words = np.empty((len(blocks), depth, 2), np.int32)
-        layers = np.arange(depth, dtype=np.int32) * np.int32(self.max_blocks)
-        words[:, :, 0] = np.array(places, np.int32)[:, None] + layers
-        pages = struct.pack(f"{len(blocks) * depth}i", *chain.from_iterable(blocks))
-        words[:, :, 1] = np.frombuffer(pages, np.int32).reshape(len(blocks), depth)
+        words[:, :, 0] = np.add.outer(np.array(places, np.int32), self._layers[:depth])
+        words[:, :, 1] = _flat(blocks).reshape(len(blocks), depth)
         return words.reshape(-1, 2)
-
-    def not_filled(self, extended: Ints, prefills: Iterable[Prefill]) -> Ints:
-        """Of pages that `extend` gave, those that these chunks do not write from the first token to the last."""
-        if not len(extended):
-            return _NO_PAGES
-        slots, blocks = extended[:, 0] // (self.max_layers * self.max_blocks), extended[:, 0] % self.max_blocks
-        kept = np.ones(len(extended), bool)
-        for prefill in prefills:
-            first, end = -(-prefill.start // PAGE_TOKENS), (prefill.start + len(prefill.tokens)) // PAGE_TOKENS
-            if first < end:
-                kept &= (slots != self._open[prefill.seq].slot) | (blocks < first) | (blocks >= end)
-        pages: Ints = extended[kept, 1]
-        return pages
 
     def drop(self, seq: SequenceId, first_block: int) -> list[Block]:
         """The blocks that go."""
@@ -168,10 +159,21 @@ class SequenceTable:
         gone = sequence.blocks[:count]
         del sequence.blocks[:count]
         sequence.listed = None
-        sequence.first_block += count
         return gone
 
-    def require_room(self, sequence: Sequence, end: int) -> None:
-        """The sequence owns blocks for positions up to `end`."""
-        have = sequence.next_block * PAGE_TOKENS
-        assert end <= have, f"sequence {sequence.id} has pages for {have} tokens, {end} are written"
+    def require_room(self, rows: Iterable[Sequence], tokens: int) -> None:
+        """Each owns blocks for as many tokens beyond its length."""
+        for row in rows:
+            have = row.next_block * PAGE_TOKENS
+            assert row.length + tokens <= have, (
+                f"sequence {row.id} has pages for {have} tokens, {row.length + tokens} are written"
+            )
+
+
+def _filled(prefill: Prefill) -> range:
+    """Blocks that it writes from the first token to the last."""
+    return range(-(-prefill.start // PAGE_TOKENS), (prefill.start + len(prefill.tokens)) // PAGE_TOKENS)
+
+
+def _flat(blocks: list[Block]) -> Ints:
+    return np.fromiter(chain.from_iterable(blocks), np.int32)

@@ -110,11 +110,11 @@ class Planner:
         self._give_back(plan)
         poisoned = self._pages.take_poisoned(plan.released)  # also where nothing is poisoned: else they would add up
         copied = self._open(plan, lengths)
-        extended = self._table.extend(plan.extend)
+        extended, unfilled = self._table.extend(plan.extend, plan.prefill)
         activated = [self._table[seq] for seq in plan.activate]
         restored = [self._begin_restored(restore, lengths) for restore in plan.restore]
         changes = self._pages.change(extended, activated, restored, plan.clone, staging)
-        zeroed = self._pages.find(self._table.not_filled(extended, plan.prefill))
+        zeroed = self._pages.find(unfilled)
         cloned = self._clones(plan)
         first = tuple(self._first(plan.first, staging))
         prompts = tuple(self._prompts(plan.prefill, lengths, staging))
@@ -186,7 +186,7 @@ class Planner:
     def _begin_restored(self, restore: Restore, lengths: dict[int, int]) -> Sequence:
         sequence = self._table[restore.seq]
         assert sequence.is_prefix and sequence.length == sequence.start, f"sequence {restore.seq} has begun"
-        self._table.require_room(sequence, restore.length)
+        self._table.require_room([sequence], restore.length - sequence.length)
         sequence.length = lengths[sequence.slot] = restore.length
         sequence.has_output = True
         return sequence
@@ -228,7 +228,7 @@ class Planner:
         for prefill in sorted(prefills, key=lambda prefill: tile_order(self._table[prefill.seq])):
             sequence, count = self._table[prefill.seq], len(prefill.tokens)
             assert prefill.start == sequence.length, f"sequence {prefill.seq} has {sequence.length} tokens"
-            self._table.require_room(sequence, prefill.start + count)
+            self._table.require_room([sequence], count)
             spans.append(Span(sequence, at, prefill.start, count))
             tokens += struct.pack(f"{count}i", *prefill.tokens)
             at += count
@@ -254,7 +254,7 @@ class Planner:
         by_loops: dict[int, list[Sequence]] = {}
         for seq in rows:
             sequence = self._table[seq]
-            self._table.require_room(sequence, sequence.length + num_steps)
+            self._table.require_room([sequence], num_steps)
             by_loops.setdefault(sequence.loops, []).append(sequence)
         for loops, group in by_loops.items():
             for part in _cut(group, self._decoder.max_rows):
