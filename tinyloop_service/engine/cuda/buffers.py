@@ -5,11 +5,12 @@ In: tables in a Staging.  Out: views of device memory, the same for every batch 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import numpy as np
 
-from tinyloop_service.engine.cuda.batch import AttentionTables, Ints
+from tinyloop_service.engine.cuda.batch import AttentionTables
 from tinyloop_service.engine.cuda.staging import Aside, Staging
 from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.types import MAX_LOGPROBS
@@ -24,60 +25,66 @@ class BatchSections:
     head: Aside
     items: Aside
     entries: Aside
+    tables: AttentionTables  # of which items and entries are
 
 
 class BatchState:
-    """What graphs read about their batch: one int32 vector, cut up.  Fixed places, whatever the batch."""
+    """What graphs read about their batch: one int32 vector, cut up.  Fixed places, whatever the batch.
+
+    num_items, of these shared ones │ row_slot │ base_length │ window │ row_items │ items │ entries
+    └────────────────────── head: new with every plan ───────────────────────────┘ └─ as long as rows read the same ─┘
+    """
 
     def __init__(self, device: Device, max_rows: int, blocks: int) -> None:
         splits = max_rows * blocks
-        sizes = {"num_items": 2, "row_slot": max_rows, "base_length": max_rows, "window": max_rows}
-        sizes |= {"row_items": max_rows, "items": splits * 4, "entries": splits * 2}
-        self._places: dict[str, int] = {}
-        at = 0
-        for name, size in sizes.items():
-            self._places[name] = at
-            at += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self.words: Array = device.zeros((at,), np.int32)
-        self.num_items = self._part("num_items", 2)
-        self.items = self._part("items", splits * 4).reshape(splits, 4)
-        self.entries = self._part("entries", splits * 2).reshape(splits, 2)
-
-    def _part(self, name: str, size: int) -> Array:
-        part: Array = self.words[self._places[name] : self._places[name] + size]
-        return part
+        self._max_rows = _aligned(max_rows)
+        self._head = _ALIGNMENT + 4 * self._max_rows
+        self._entries = self._head + _aligned(4 * splits)
+        self.words: Array = device.zeros((self._entries + 2 * splits,), np.int32)
+        self.num_items = self.words[:2]
+        self.items = self.words[self._head : self._head + 4 * splits].reshape(splits, 4)
+        self.entries = self.words[self._entries :].reshape(splits, 2)
+        self._there: AttentionTables | None = None  # whose items and entries are on the device
 
     def row_slot(self, rows: int) -> Array:
-        return self._part("row_slot", rows)
+        return self._of_rows(0, rows)
 
     def base_length(self, rows: int) -> Array:
-        return self._part("base_length", rows)
+        return self._of_rows(1, rows)
 
     def window(self, rows: int) -> Array:
-        return self._part("window", rows)
+        return self._of_rows(2, rows)
 
     def row_items(self, rows: int) -> Array:
-        return self._part("row_items", rows)
+        return self._of_rows(3, rows)
+
+    def _of_rows(self, nth: int, rows: int) -> Array:
+        first = _ALIGNMENT + nth * self._max_rows
+        part: Array = self.words[first : first + rows]
+        return part
 
     def stage(
-        self, staging: Staging, slots: Ints, lengths: Ints, windows: Ints, tables: AttentionTables
+        self, staging: Staging, slots: Rows[int], lengths: Rows[int], windows: Rows[int], tables: AttentionTables
     ) -> BatchSections:
         """Collect a batch; rows from len(slots) on are padding."""
-        head = np.zeros(self._places["items"], np.int32)
-        first = self._places["num_items"]
-        head[first : first + 2] = len(tables.items), np.count_nonzero(tables.items[:, 3] > 1)
-        first = self._places["row_slot"]
-        head[first : self._places["base_length"]] = -1
-        named = {"row_slot": slots, "base_length": lengths, "window": windows, "row_items": tables.row_items}
-        for name, values in named.items():
-            head[self._places[name] : self._places[name] + len(values)] = values
-        return BatchSections(*map(staging.put_aside, (head, tables.items, tables.entries)))
+        words, head = staging.set_aside(self._head)
+        words[:] = 0
+        words[:2] = len(tables.items), np.count_nonzero(tables.items[:, 3] > 1)
+        by_row = words[_ALIGNMENT:].reshape(4, self._max_rows)
+        by_row[:3, : len(slots)] = slots, lengths, windows
+        by_row[0, len(slots) :] = -1
+        by_row[3, : len(tables.row_items)] = tables.row_items
+        return BatchSections(head, staging.put_aside(tables.items), staging.put_aside(tables.entries), tables)
 
     def load(self, staging: Staging, sections: BatchSections) -> None:
         """Queue the copies to where graphs read."""
         staging.copy_to(self.words, sections.head)
-        staging.copy_to(self.words[self._places["items"] :], sections.items)
-        staging.copy_to(self.words[self._places["entries"] :], sections.entries)
+        if sections.tables is self._there or not sections.items.size:
+            return
+        self._there = None  # should a copy fail
+        staging.copy_to(self.words[self._head :], sections.items)
+        staging.copy_to(self.words[self._entries :], sections.entries)
+        self._there = sections.tables
 
 
 class Outputs:
@@ -98,3 +105,7 @@ class Outputs:
             self._logprobs[: count * (1 + top)].reshape(steps, rows, 1 + top),
             self._top[: count * top].reshape(steps, rows, top),
         )
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGNMENT) * _ALIGNMENT

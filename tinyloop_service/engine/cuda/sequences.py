@@ -45,6 +45,7 @@ class Sequence:
     owners: Ints  # (start // 64,): slots that own the whole blocks it inherits
     length: int
     next_block: int  # absolute index of the block that comes next
+    logprobs: int = 0  # wanted of each token, beside its own
     blocks: list[Block] = field(default_factory=list)
     active: bool = True  # its pages are there in the form that is read
     has_output: bool = False  # a prefix whose last token's output is kept

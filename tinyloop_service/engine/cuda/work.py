@@ -175,6 +175,7 @@ class Planner:
             if sequence.parent is not None:
                 copied.append((sequence.slot, sequence.parent.slot))
             if opening.sampling is not None:
+                sequence.logprobs = min(opening.sampling.logprobs, self._sampler.vocab_size)
                 self._sampler.write(sequence.slot, opening.sampling, opening.prompt)
         return _ints(copied, 2)
 
@@ -251,26 +252,25 @@ class Planner:
             yield FirstWork(self._batch([sequence for sequence, _ in part], _NO_SPLITS, staging), index)
 
     def _decodes(self, rows: Iterable[SequenceId], num_steps: int, staging: Staging) -> Iterator[DecodeWork]:
-        by_loops: dict[int, list[Sequence]] = {}
-        for seq in rows:
-            sequence = self._table[seq]
-            self._table.require_room([sequence], num_steps)
-            by_loops.setdefault(sequence.loops, []).append(sequence)
-        for loops, group in by_loops.items():
-            for part in _cut(group, self._decoder.max_rows):
+        sequences = [self._table[seq] for seq in rows]
+        self._table.require_room(sequences, num_steps)
+        for loops in dict.fromkeys([sequence.loops for sequence in sequences]):
+            alike = [sequence for sequence in sequences if sequence.loops == loops]
+            for part in _cut(alike, self._decoder.max_rows):
                 batch = self._batch(part, self._splits.tables(part, num_steps), staging)
                 for sequence in part:
                     sequence.length += num_steps
                 yield DecodeWork(batch, loops, self._decoder.padded(len(part)), num_steps)
 
     def _batch(self, rows: Listed[Sequence], tables: AttentionTables, staging: Staging) -> Batch:
-        slots, lengths, windows = (
-            np.array([getattr(row, name) for row in rows], np.int32) for name in ("slot", "length", "window")
+        sections = self._decoder.batch.stage(
+            staging,
+            [row.slot for row in rows],
+            [row.length for row in rows],
+            [row.window for row in rows],
+            tables,
         )
-        sections = self._decoder.batch.stage(staging, slots, lengths, windows, tables)
-        most = self._sampler.vocab_size
-        wanted = tuple(min(row.sampling.logprobs, most) if row.sampling is not None else 0 for row in rows)
-        return Batch(tuple(row.id for row in rows), wanted, sections)
+        return Batch(tuple([row.id for row in rows]), tuple([row.logprobs for row in rows]), sections)
 
 
 def _cut(items: list[T], size: int) -> Iterator[list[T]]:
