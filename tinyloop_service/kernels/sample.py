@@ -8,6 +8,7 @@ can be part of a graph.  Bounds of parameters are checked where requests come in
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable
 
 import numpy as np
@@ -22,21 +23,7 @@ _SCAN_THREADS, _FINISH_THREADS = 256, 512
 _CHUNK, _GROUP = 2048, 32  # elements a block of the scan reads, and under one maximum
 _WEIGHT_BITS = 44
 MAX_VOCAB = 2**19
-_RECORD = np.dtype(  # sample.cu: struct Record
-    [
-        ("seed", "<u8"),
-        ("top_p", "<f8"),
-        ("penalty", "<f8"),
-        ("inverse_penalty", "<f8"),
-        ("min_weight", "<u8"),
-        ("inverse_temperature", "<f4"),
-        ("inverse_low", "<f4"),
-        ("top_k", "<i4"),
-        ("choice", "<u4"),
-        ("num_logprobs", "<i4"),
-        ("num_bias", "<i4"),
-    ]
-)
+_RECORD = struct.Struct("<QdddQffiIii")  # draw.cuh: struct Record
 
 
 class SamplerTables:
@@ -55,7 +42,7 @@ class SamplerTables:
         self.num_slots, self.vocab_size, self.max_rows = num_slots, vocab_size, max_rows
         self.num_chunks = -(-vocab_size // _CHUNK)
         widths = {
-            "records": (_RECORD.itemsize // 4, np.int32),
+            "records": (_RECORD.size // 4, np.int32),
             "bias_ids": (MAX_LOGIT_BIAS, np.int32),
             "bias_values": (MAX_LOGIT_BIAS, np.float64),
             "seen": (-(-vocab_size // 32), np.uint32),
@@ -66,10 +53,13 @@ class SamplerTables:
             self._host[name] = device.pinned((num_slots, width), dtype)
             self._host[name][:] = 0
             self._there[name] = device.zeros((num_slots, width), dtype)
-        self._records = self._host["records"].view(_RECORD)[:, 0]
-        self._records[:] = _record(Sampling(), vocab_size)  # a slot that nobody wrote draws by argmax
+        nobody_s = _RECORD.pack(*_record(Sampling(), vocab_size, 0))  # a slot that nobody wrote draws by argmax
+        self._host["records"][:] = np.frombuffer(nobody_s, np.int32)
+        self._records = self._host["records"].data
         self._copy("records", (0, num_slots))
-        self._written: set[int] = set()
+        self._written: set[int] = set()  # since the last flush
+        self._biased: set[int] = set()  # of these
+        self._penalised: set[int] = set()
         self._scores = device.empty((max_rows, -(-vocab_size // 4) * 4), np.float32)
         self._best = device.empty((max_rows, 2, self.num_chunks), np.uint64)
         self._maxima = device.empty((max_rows, 2, self.num_chunks * _CHUNK // _GROUP), np.uint32)
@@ -93,28 +83,28 @@ class SamplerTables:
         count = len(bias)
         if count > MAX_LOGIT_BIAS:
             raise KernelArgumentError(f"sample: {count} biases, expected at most {MAX_LOGIT_BIAS}")
-        self._records[slot] = _record(sampling, self.vocab_size)
+        _RECORD.pack_into(self._records, slot * _RECORD.size, *_record(sampling, self.vocab_size, count))
+        self._written.add(slot)
         if count:
             self._host["bias_ids"][slot, :count] = list(bias)
             self._host["bias_values"][slot, :count] = list(bias.values())
+            self._biased.add(slot)
         if sampling.repetition_penalty != 1:
             self._host["seen"][slot] = _bits(prompt, self.vocab_size)
-        self._written.add(slot)
+            self._penalised.add(slot)
 
     def flush(self) -> None:
         """Queue the copies of what was written since the last flush: mostly one, of a few records."""
-        if not self._written:
-            return
-        written = sorted(self._written)
-        self._written.clear()
         # What lies between two slots is on the device as it is here, so one copy may span it: not so tokens seen.
-        self._copy("records", (written[0], written[-1] + 1))
-        biased = [slot for slot in written if self._records["num_bias"][slot]]
-        if biased:
-            self._copy("bias_ids", (biased[0], biased[-1] + 1))
-            self._copy("bias_values", (biased[0], biased[-1] + 1))
-        for run in _runs(slot for slot in written if self._records["penalty"][slot] != 1):
+        if self._written:
+            self._copy("records", _span(self._written))
+        if self._biased:
+            self._copy("bias_ids", _span(self._biased))
+            self._copy("bias_values", _span(self._biased))
+        for run in _runs(sorted(self._penalised)):
             self._copy("seen", run)
+        for slots in (self._written, self._biased, self._penalised):
+            slots.clear()
 
     def _copy(self, name: str, slots: tuple[int, int]) -> None:
         there = slice(*slots)
@@ -193,12 +183,12 @@ def sample(
     )
 
 
-def _record(sampling: Sampling, vocab_size: int) -> tuple[int | float, ...]:
+def _record(sampling: Sampling, vocab_size: int, num_bias: int) -> tuple[int | float, ...]:
     """The fields of `_RECORD`."""
-    scale = 0.0
+    scale = high = 0.0
     if sampling.temperature > 0:  # bounds: finite, and not the 0 that means argmax
         scale = min(max(math.log2(math.e) / sampling.temperature, 1e-30), 3e38)
-    high = float(np.float32(scale))
+        high = float(np.float32(scale))
     return (
         sampling.seed,
         sampling.top_p,
@@ -210,7 +200,7 @@ def _record(sampling: Sampling, vocab_size: int) -> tuple[int | float, ...]:
         sampling.top_k if sampling.top_k < vocab_size else 0,
         sampling.choice,
         min(sampling.logprobs, MAX_LOGPROBS, vocab_size),
-        len(_bias(sampling)),
+        num_bias,
     )
 
 
@@ -226,6 +216,11 @@ def _bits(tokens: TokenIds, vocab_size: int) -> NDArray[np.uint32]:
     seen = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     seen[np.asarray(tokens, np.intp)] = True
     return np.packbits(seen, bitorder="little").view(np.uint32)
+
+
+def _span(slots: set[int]) -> tuple[int, int]:
+    """(first, end)"""
+    return min(slots), max(slots) + 1
 
 
 def _runs(slots: Iterable[int]) -> list[tuple[int, int]]:
