@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, groupby
 
 import numpy as np
@@ -66,21 +67,37 @@ class SplitTables:
 
 def attention_tables(rows: Rows[Sequence], first: Ints, end: Ints) -> AttentionTables:
     """Row i reads blocks first[i] … end[i]−1."""
-    counts = end - first
-    ordinal = np.arange(int(counts.max()), dtype=np.int32)
-    owners = np.empty((len(rows), ordinal.size), np.int64)
+    lowest, highest = int(first.min()), int(end.max())
+    blocks = np.arange(lowest, highest, dtype=np.int32)[:, None]
+    key = _owners(rows, lowest, highest) << 32 | blocks  # (blocks, rows), nearly in order
+    block, reader = np.nonzero((blocks >= first) & (blocks < end))
+    read = key[block, reader]
+    order = np.argsort(read, kind="stable")
+    read, reader, block = read[order], reader[order], block[order]
+    begins_item = np.ones(len(read) + 1, np.bool_)  # the end, too
+    begins_item[1:-1] = read[1:] != read[:-1]
+    bounds = np.flatnonzero(begins_item)
+    begins, sizes = bounds[:-1], bounds[1:] - bounds[:-1]
+    by_size = np.argsort(-sizes, kind="stable")
+    items = np.empty((len(begins), 4), np.int32)
+    items[:, 0], items[:, 1] = read[begins] >> 32, block[begins] + lowest
+    items[:, 2], items[:, 3] = begins, sizes
+    entries = np.empty((len(read), 2), np.int32)
+    entries[:, 0], entries[:, 1] = reader, block + lowest - first[reader]
+    return AttentionTables(items[by_size], entries, end - first)
+
+
+def _owners(rows: Rows[Sequence], lowest: int, highest: int) -> NDArray[np.int64]:
+    """Slots that own the blocks lowest … highest−1 of each row, (blocks, rows)."""
+    alike: dict[int, list[int]] = {}  # rows that share the array of what they inherit
     for i, row in enumerate(rows):
-        inherited = row.owners[first[i] :]
-        owners[i, : len(inherited)] = inherited
-        owners[i, len(inherited) :] = row.slot
-    reader, nth = np.nonzero(ordinal < counts[:, None])
-    key = owners[reader, nth] << 32 | (first[reader] + nth)
-    order = np.argsort(key, kind="stable")
-    unique, begins, sizes = np.unique(key[order], return_index=True, return_counts=True)
-    items = np.stack([unique >> 32, unique & 0xFFFFFFFF, begins, sizes], axis=1).astype(np.int32)
-    items = items[np.argsort(-sizes, kind="stable")]
-    entries = np.stack([reader[order], nth[order]], axis=1).astype(np.int32)
-    return AttentionTables(items, entries, counts)
+        alike.setdefault(id(row.owners), []).append(i)
+    owners = np.empty((highest - lowest, len(rows)), np.int64)
+    owners[:] = [row.slot for row in rows]
+    for readers in alike.values():
+        inherited = rows[readers[0]].owners[lowest:highest]
+        owners[: len(inherited), readers] = inherited[:, None]
+    return owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +132,20 @@ def prompt_tables(spans: Rows[Span], tokens: Ints, rows: int) -> tuple[Ints, int
     tiles, most = prompt_tiles(spans), rows // TILE_TOKENS
     while most < len(tiles):
         most *= 2
-    tables, used = np.zeros(3 * rows + 6 * most, np.int32), len(tokens)
-    ids, slots, positions = tables[: 3 * rows].reshape(3, rows)
-    counts = [span.count for span in spans]
-    ids[:used] = tokens
+    tables, used, counts = np.zeros(3 * rows + 6 * most, np.int32), len(tokens), [span.count for span in spans]
+    tables[:used] = tokens
+    slots, positions = tables[rows : 2 * rows], tables[2 * rows : 3 * rows]
     slots[:used] = _each([span.sequence.slot for span in spans], counts)
     slots[used:] = -1
-    offsets = _each([span.position - span.row for span in spans], counts)
-    positions[:used] = np.arange(used, dtype=np.int32) + offsets
+    positions[:used] = _counting(rows)[:used]
+    positions[:used] += _each([span.position - span.row for span in spans], counts)
     tables[tables.size - 6 * len(tiles) :] = [*chain.from_iterable(tiles)]
     return tables, most
+
+
+@cache
+def _counting(rows: int) -> Ints:
+    return np.arange(rows, dtype=np.int32)
 
 
 def tile_order(sequence: Sequence) -> tuple[int, int]:

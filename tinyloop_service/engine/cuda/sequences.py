@@ -143,13 +143,14 @@ class SequenceTable:
             unfilled += new[: max(0, kept.start - at)] + new[max(0, kept.stop - at) :] if kept else new
         if not by_depth:
             return _NO_WORDS, _NO_PAGES
-        words = np.concatenate([self._words_of(*group, depth) for depth, group in by_depth.items()])
+        parts = [self._words_of(*group, depth) for depth, group in by_depth.items()]
+        words = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return words, _flat(unfilled) if filled else words[:, 1]
 
     def _words_of(self, places: list[int], blocks: list[Block], depth: int) -> Ints:
         """(index, page) of every page."""
         words = np.empty((len(blocks), depth, 2), np.int32)
-        words[:, :, 0] = np.add.outer(np.array(places, np.int32), self._layers[:depth])
+        words[:, :, 0] = np.array(places, np.int32)[:, None] + self._layers[:depth]
         words[:, :, 1] = _flat(blocks).reshape(len(blocks), depth)
         return words.reshape(-1, 2)
 
