@@ -6,9 +6,6 @@ the others EngineFault.  Refuses to know who made the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from tinyloop_service.errors import DeviceLost, EngineFault
 
 # deinitialized, device unavailable, ECC, NVLink, contained; illegal address, timeout, context gone, assert, and what
@@ -29,15 +26,19 @@ def error_of_code(code: int, doing: str) -> EngineFault:
     return EngineFault(f"{name} ({doing})")
 
 
-@contextmanager
-def cuda_errors(doing: str) -> Iterator[None]:
-    """Maps what CuPy raises inside."""
-    try:
-        yield
-    except MemoryError as error:
-        raise EngineFault(f"{doing}: {error}") from error
-    except RuntimeError as error:
-        status = getattr(error, "status", None)  # CUDARuntimeError and CUDADriverError have one
-        if status is None:
-            raise
-        raise error_of_code(int(status), f"{doing}: {error}") from error
+class cuda_errors:
+    """Maps what CuPy raises inside a `with`.  A class, because it is around every launch and copy."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if isinstance(error, MemoryError):
+            raise EngineFault(f"{self._doing}: {error}") from error
+        if isinstance(error, RuntimeError):
+            status = getattr(error, "status", None)  # CUDARuntimeError and CUDADriverError have one
+            if status is not None:
+                raise error_of_code(int(status), f"{self._doing}: {error}") from error

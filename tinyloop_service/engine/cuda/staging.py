@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from tinyloop_service.kernels.device import Array, Device
 
 Ints = NDArray[np.int32]
-_ALIGNMENT = 32  # words; 128 bytes
+_ALIGNMENT = 96  # words: a multiple of 128 bytes, and of the width of every table
+_WIDTHS = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """An array that was `put`."""
+    """An array [n] or [n, 2 or 3] that was `put`."""
 
     offset: int  # words
     shape: tuple[int, ...]
@@ -47,7 +48,7 @@ class Staging:
     def __init__(self, device: Device, words: int) -> None:
         self._device = device
         self._sent, self._aside = _Collected(device, words), _Collected(device, words)
-        self._there: Array = device.empty((self._sent.host.size,), np.int32)
+        self._there = self._views()  # by width
 
     def clear(self) -> None:
         """Begin the next plan; the last one that was sent from here has finished."""
@@ -75,19 +76,25 @@ class Staging:
     def send(self) -> None:
         """Copy everything that was put."""
         sent = self._sent
-        if sent.host.size > self._there.shape[0]:
-            self._there = self._device.empty((sent.host.size,), np.int32)
+        if sent.host.size > self._there[1].shape[0]:
+            self._there = self._views()
         if sent.used:
-            self._device.copy_in(self._there[: sent.used], sent.host[: sent.used])
+            self._device.copy_in(self._there[1][: sent.used], sent.host[: sent.used])
 
     def there(self, section: Section) -> Array:
         """A section on the device, after `send`."""
-        array: Array = self._there[section.offset : section.offset + section.size].reshape(section.shape)
+        width = section.shape[1] if len(section.shape) > 1 else 1
+        first = section.offset // width
+        array: Array = self._there[width][first : first + section.shape[0]]
         return array
 
     def copy_to(self, target: Array, aside: Aside) -> None:
         """Copy what was set aside to the beginning of `target`, an int32 vector."""
         self._device.copy_in(target[: aside.size], self._words(aside))
+
+    def _views(self) -> dict[int, Array]:
+        words = self._device.empty((self._sent.host.size,), np.int32)
+        return {width: words.reshape(-1, width) if width > 1 else words for width in _WIDTHS}
 
     def _words(self, aside: Aside) -> Ints:
         return self._aside.host[aside.offset : aside.offset + aside.size]
