@@ -352,7 +352,7 @@ def test_rows_that_depend_on_company_are_a_fault() -> None:
             result = engine.step(plan)
             if len(plan.decode) != 8:
                 return result
-            return StepResult(tuple(replace(row, tokens=row.tokens[:-1]) for row in result.rows))
+            return StepResult(tuple(row._replace(tokens=row.tokens[:-1]) for row in result.rows))
 
     with pytest.raises(EngineFault, match=r"self-check: .* a row of a batch of 8 gets other bits"):
         check_rows(Sloppy(), ROW_COUNTS)
