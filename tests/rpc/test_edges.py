@@ -218,3 +218,10 @@ async def test_no_prompt_is_logged(served: Served, quiet_logs: list[dict[str, An
     await refusal(served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id=f"{marker} is no id", input=text)))
     assert len([log for log in quiet_logs if log["event"] in ("answered", "refused")]) == 4
     assert marker not in repr(quiet_logs)
+
+
+async def test_a_burst_beyond_what_grpc_lets_wait_hears_no_cancel(served: Served) -> None:
+    """gRPC alone ends some of a thousand calls that the event loop has not got to, all beyond three, as CANCELLED."""
+    calls = [served.model.GetLoad(model_pb2.GetLoadRequest()) for _ in range(2000)]
+    codes = {await call.code() for call in calls}
+    assert codes == {grpc.StatusCode.OK}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -312,3 +313,24 @@ async def test_a_signal_while_the_model_loads_ends_the_process_with_0() -> None:
         async with asyncio.timeout(30):
             _, log = await server.process.communicate()
         assert server.process.returncode == 0 and json.loads(log.decode().splitlines()[-1])["event"] == "stopped"
+
+
+async def test_watches_of_health_have_an_end_and_one_that_ends_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reaches the port may watch, without a token."""
+    monkeypatch.setattr("tinyloop_service.rpc.health.MOST_WATCHES", 2)
+    async with serving() as served:
+        watch = health_pb2_grpc.HealthStub(served.channel).Watch
+        asked = health_pb2.HealthCheckRequest(service=READY_SERVICE)
+        kept = [watch(asked), watch(asked)]
+        assert [(await one.read()).status for one in kept] == [SERVING, SERVING]
+        assert await watch(asked).code() is grpc.StatusCode.UNIMPLEMENTED
+        assert await health(served.address) == SERVING
+        kept.pop().cancel()
+        async with asyncio.timeout(20):
+            while len(kept) == 1:
+                again = watch(asked)
+                with suppress(grpc.aio.AioRpcError):  # the server has not heard of the cancel yet
+                    await again.read()
+                    kept.append(again)
+        for one in kept:
+            one.cancel()

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+MOST_WATCHES = 10_000  # at a time, some 20 KB each, by whoever reaches the port
 READY_SERVICE = "tinyloop.v1.GenerationService"
 _States = health_pb2.HealthCheckResponse
 
@@ -26,6 +27,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
         self._states = {"": _States.SERVING, READY_SERVICE: _States.NOT_SERVING}
         self._changed = asyncio.Event()  # another one after each change
         self._is_ending = False
+        self._num_watches = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
@@ -45,10 +47,19 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
         return _States(status=self._states[request.service])
 
     async def Watch(self, request: Any, context: Any) -> None:
+        if self._num_watches >= MOST_WATCHES:  # to this status clients go on without watching
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{MOST_WATCHES} watch already; ask by Check")
+        self._num_watches += 1
+        try:
+            await self._watch(request.service, context)
+        finally:
+            self._num_watches -= 1
+
+    async def _watch(self, service: str, context: Any) -> None:
         told = None
         while not self._is_ending:
             changed = self._changed
-            status = self._states.get(request.service, _States.SERVICE_UNKNOWN)
+            status = self._states.get(service, _States.SERVICE_UNKNOWN)
             if status != told:
                 await context.write(_States(status=status))
             told = status
