@@ -40,7 +40,7 @@ _OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # keepalives during a long, silent prefill
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
-    # calls that the event loop has not got to: from 1000 on gRPC would end some as CANCELLED; the scheduler refuses better
+    # calls that the event loop has not got to: from 1000 on gRPC ends some as CANCELLED; the scheduler refuses better
     ("grpc.server.max_pending_requests", 2**16),
     ("grpc.server.max_pending_requests_hard_limit", 2**16),
 )
