@@ -11,11 +11,9 @@ from command_harness import ROOT, Done, Server, tinyloop
 
 from tinyloop_service.load.results import Driving, Result, Way
 
-SECTION = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Load tests\n", 1)[1].split("\n## ", 1)[0]
-README_COMMANDS = [
-    line.removeprefix("$ tinyloop ").split("  #")[0]
-    for line in SECTION.splitlines()
-    if line.startswith("$ tinyloop load")
+PAGE = (ROOT / "docs/load-tests.md").read_text(encoding="utf-8")
+PRINTED_COMMANDS = [
+    line.removeprefix("$ tinyloop ").split("  #")[0] for line in PAGE.splitlines() if line.startswith("$ tinyloop load")
 ]
 # The smallest that still does everything, for a model of random weights.
 SMALL = ("--duration", "0.5s", "--warmup", "0s", "--set", "prefix_len=80", "--set", "suffix_len=[1,6]")
@@ -30,14 +28,14 @@ def result_of(done: Done, text: str | None = None) -> Result:
     return result
 
 
-def readme(option: str) -> list[str]:
-    """README's one command that has this option."""
-    [command] = [command for command in README_COMMANDS if option in command]
+def printed(option: str) -> list[str]:
+    """The page's one command that has this option."""
+    [command] = [command for command in PRINTED_COMMANDS if option in command]
     return shlex.split(command)
 
 
 def test_callers_both_ways_with_every_answer_verified(server: Server) -> None:
-    result = result_of(server.run(*readme("--verify"), *SMALL, "--slo", "ttft=5m", "--json", "-", status=None))
+    result = result_of(server.run(*printed("--verify"), *SMALL, "--slo", "ttft=5m", "--json", "-", status=None))
     assert [phase.way for phase in result.phases] == [*Way]
     for phase in result.phases:
         assert phase.counts.completed > 0 and phase.errors == ()
@@ -59,7 +57,7 @@ def test_callers_both_ways_with_every_answer_verified(server: Server) -> None:
 
 
 def test_an_open_loop_through_processes_as_file_page_and_table(server: Server, tmp_path: Path) -> None:
-    words = [str(tmp_path / word) if word in ("run.json", "curves") else word for word in readme("--report")]
+    words = [str(tmp_path / word) if word in ("run.json", "curves") else word for word in printed("--report")]
     done = server.run(*words, *SMALL, "--processes", "2", status=None)
     result = result_of(done, (tmp_path / "run.json").read_text(encoding="utf-8"))
     assert (tmp_path / "curves" / "report.html").exists()
@@ -73,7 +71,7 @@ def test_an_open_loop_through_processes_as_file_page_and_table(server: Server, t
 
 
 def test_text_and_a_sweep_in_process(tiny: Path) -> None:
-    words = [str(tiny) if word.endswith(".tinyloop") else word for word in readme("--in-process")]
+    words = [str(tiny) if word.endswith(".tinyloop") else word for word in printed("--in-process")]
     asked = ("--workload", "few-shot", "--sweep", "--phases", "2", "--json", "-")
     result = result_of(tinyloop(*words, *asked, *SMALL))
     assert result.metadata.target == f"in process: {tiny}"

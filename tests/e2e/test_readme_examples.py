@@ -1,4 +1,4 @@
-"""The Python in README runs as printed, against a real server."""
+"""The Python in README and docs/ runs as printed, against a real server; their shell lines name what exists."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ from command_harness import ROOT, TIMEOUT_S, clean_environment, serving
 from tinyloop_service.demo import MODEL_PATH
 
 PRINTED_ADDRESS = "127.0.0.1:50051"
-OTHERS = ("buf", "docker", "export", "grpcurl", "helm", "openssl", "umask")  # commands that are not this project's
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+OTHERS = {  # commands that are not this project's
+    *("buf", "chmod", "docker", "envoy", "export", "for", "grpcurl", "helm", "kill", "kubectl", "mkdir", "openssl"),
+    *("python", "redis-server", "sed", "umask"),
+}
+PAGES = [ROOT / "README.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str, *pages: Path) -> list[str]:
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    return [block for text in texts for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
+
+
+EXAMPLES = blocks("python", ROOT / "README.md")
 
 
 def run(code: str, folder: Path) -> str:
@@ -39,11 +50,20 @@ def test_the_client_example(tmp_path: Path) -> None:
     assert len(re.findall(r"^In the beginning God created the heaven and the earth\. And ", out, re.MULTILINE)) == 3
 
 
+def test_the_streaming_example(tmp_path: Path) -> None:
+    [example] = blocks("python", ROOT / "docs/api.md")
+    assert PRINTED_ADDRESS in example
+    with serving("--model", MODEL_PATH) as server:
+        out = run(example.replace(PRINTED_ADDRESS, server.address), tmp_path)
+    text, refused = out.rstrip().rsplit("\n", 1)
+    assert len(text) > 20 and refused.startswith("refused: ") and "nobody" in refused
+
+
 def test_the_in_process_example(tmp_path: Path) -> None:
     assert len(run(EXAMPLES[1], tmp_path).strip()) > 20
 
 
-@pytest.mark.parametrize("block", re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
+@pytest.mark.parametrize("block", blocks("console", *PAGES))
 def test_shell_examples_name_commands_that_exist(block: str) -> None:
     from tinyloop_service.cli.main import group
 

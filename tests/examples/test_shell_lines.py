@@ -1,4 +1,4 @@
-"""What README prints under "From other languages" runs as printed, line by line: grpcurl and buf, on real servers."""
+"""What examples/README.md prints under "From a shell" runs as printed: grpcurl and buf, on real servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from command_harness import ROOT, TIMEOUT_S, Server, clean_environment, serving
 from guarded import Guarded
 
-_SECTION = (ROOT / "README.md").read_text(encoding="utf-8").split("## From other languages\n")[1].split("\n## ")[0]
+_SECTION = (ROOT / "examples/README.md").read_text(encoding="utf-8").split("## From a shell\n")[1].split("\n## ")[0]
 PLAIN, TOKEN, REFLECTION = re.findall(r"```console\n\$ (.*?)```", _SECTION, re.DOTALL)
 
 

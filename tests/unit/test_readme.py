@@ -1,4 +1,4 @@
-"""What README states about settings, errors, commands and files is what the code has."""
+"""What README and the pages of docs/ state about settings, errors, commands and files is what the code has."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SETTINGS = {f.name: f for group in get_type_hints(Settings).values() for f in fields(group)}
 
 
-def section(title: str) -> str:
-    """The text under a heading, up to the next of the same level."""
-    return README.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
-def rows(title: str) -> list[list[str]]:
-    """Cells of the tables in a section, headings left out."""
-    lines = [line for line in section(title).splitlines() if line.startswith("| ")]
+def section(text: str, title: str) -> str:
+    """What is under a heading, up to the next of the same level."""
+    return text.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of the tables in a text, the first heading left out."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 
 
@@ -52,17 +56,17 @@ def shown(setting: Field[object]) -> str:
 
 def test_the_settings_table_is_the_settings() -> None:
     expected = {f"`TINYLOOP_{name.upper()}`": shown(field) for name, field in SETTINGS.items()}
-    assert {row[0]: row[1] for row in rows("Settings")} == expected
+    assert {row[0]: row[1] for row in rows(page("settings"))} == expected
 
 
 def test_the_metrics_table_is_the_metrics() -> None:
     kinds = {Counter: "counter", Gauge: "gauge", Distribution: "histogram"}
-    stated = [tuple(row[:3]) for row in rows("Watching it") if row[1] in kinds.values()]
+    stated = [tuple(row[:3]) for row in rows(page("watching")) if row[1] in kinds.values()]
     assert stated == [(f"`{f.name}`", kinds[type(f)], ", ".join(f.labels)) for f in FAMILIES]
 
 
 def test_the_table_of_clients_is_their_settings() -> None:
-    stated = {row[0]: row[1] for row in rows("Who may call") if row[0].startswith("`TINYLOOP_")}
+    stated = {row[0]: row[1] for row in rows(page("access")) if row[0].startswith("`TINYLOOP_")}
     names = [field.name for field in fields(ClientSettings)]
     assert list(stated) == [f"`TINYLOOP_{name.upper()}`" for name in names]
     flags = {option for parameter in group.commands["model"].params for option in parameter.opts}
@@ -70,11 +74,11 @@ def test_the_table_of_clients_is_their_settings() -> None:
     assert "--token" not in flags
 
 
-def test_the_tokens_file_in_readme_is_one_and_every_right_and_quota_is_explained() -> None:
-    [example] = re.findall(r"```toml\n(.*?)```", section("Who may call"), re.DOTALL)
+def test_the_printed_tokens_file_is_one_and_every_right_and_quota_is_explained() -> None:
+    [example] = re.findall(r"```toml\n(.*?)```", page("access"), re.DOTALL)
     tokens = parse_tokens(example.encode())
     assert tokens.caller("test") is not None and tokens.quotas.keys() == {"acme"}
-    explained = {row[0].strip("`") for row in rows("Who may call")}
+    explained = {row[0].strip("`") for row in rows(page("access"))}
     assert {*Right, *(field.name for field in fields(Quota))} <= explained
 
 
@@ -101,7 +105,7 @@ NOT_IN_THE_TABLE = {TinyLoopError, BudgetExceeded, Unavailable, ModelFileError}
 
 @pytest.mark.parametrize("error", sorted(TABLE.keys() - NOT_IN_THE_TABLE, key=lambda cls: cls.__name__))
 def test_the_error_table_is_the_errors(error: type[TinyLoopError]) -> None:
-    [row] = [row for row in rows("Errors") if f"`{error.reason}`" in row[3]]
+    [row] = [row for row in rows(section(page("api"), "Errors")) if f"`{error.reason}`" in row[3]]
     _, python, status, _ = row
     assert f"`{TABLE[error].name}`" in status
     built_in = re.match(r"`(\w+)`", python)
@@ -110,25 +114,25 @@ def test_the_error_table_is_the_errors(error: type[TinyLoopError]) -> None:
 
 
 def test_every_command_is_in_the_table() -> None:
-    stated = {re.search(r"tinyloop (\w+)", row[0])[1] for row in rows("From a shell")}  # type: ignore[index]
+    stated = {re.search(r"tinyloop (\w+)", row[0])[1] for row in rows(section(README, "From a shell"))}  # type: ignore[index]
     assert stated == set(group.commands)
     prefix = group.commands["prefix"]
     assert isinstance(prefix, click.Group)
-    [row] = [row for row in rows("From a shell") if "prefix" in row[0]]
+    [row] = [row for row in rows(section(README, "From a shell")) if "prefix" in row[0]]
     assert set(re.findall(r"`(?:tinyloop prefix )?(\w+)`", row[0])) == set(prefix.commands)
 
 
 def test_every_path_of_the_map_exists() -> None:
     places = (ROOT, ROOT / "tinyloop_service", ROOT / "tinyloop_service" / "engine")
-    tree = section("Map").split("```")[1]
+    tree = page("map").split("```")[1]
     paths = [word for line in tree.splitlines() for word in line[:31].split()]
     assert len(paths) > 20
     for path in paths:
-        assert any((place / path).exists() for place in places), f"README's map names {path}"
+        assert any((place / path).exists() for place in places), f"the map names {path}"
 
 
 def test_every_module_is_on_the_map() -> None:
-    tree = section("Map").split("```")[1]
+    tree = page("map").split("```")[1]
     package = ROOT / "tinyloop_service"
     modules = {path.name for path in package.glob("*.py")} | {
         path.name + "/" for path in package.glob("*/") if path.is_dir()

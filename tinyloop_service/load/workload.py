@@ -190,7 +190,7 @@ def _length(low: int) -> Callable[[str, Any], Length]:
 def _reasons(key: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         return tuple(value)
-    return _refuse(key, value, "a list of reasons, as in README's table of errors")
+    return _refuse(key, value, "a list of reasons, as in docs/api.md's table of errors")
 
 
 def _refuse(key: str, value: Any, expected: str) -> NoReturn:

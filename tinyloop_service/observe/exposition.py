@@ -3,8 +3,8 @@
 In: a snapshot, taken on the event loop for each scrape, so that all values are of one moment.  Out: the text format.
 It refuses to count; `metrics` does.
 
-Names and meanings follow vLLM's where there is one that fits.  FAMILIES is the whole list: README's table, the
-dashboard and the rules are held to it by tests.
+Names and meanings follow vLLM's where there is one that fits.  FAMILIES is the whole list: the table in
+docs/watching.md, the dashboard and the rules are held to it by tests.
 """
 
 from __future__ import annotations
