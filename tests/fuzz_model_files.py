@@ -192,8 +192,15 @@ def _header(draw: st.DrawFn, draft: Draft) -> None:
 _CHANGES: tuple[_Change, ...] = (_config, _text, _entry, _tensor, _tokenizer, _header)
 
 
+class FileBytes(bytes):
+    """Of a file; a failing test shows their beginning."""
+
+    def __repr__(self) -> str:
+        return f"{len(self)} bytes: {self[:1000]!r}"
+
+
 @st.composite
-def files(draw: st.DrawFn) -> bytes:
+def files(draw: st.DrawFn) -> FileBytes:
     draft = good(draw(st.integers(0, len(SPECS) - 1)))
     kind = draw(st.integers(0, len(_CHANGES)))
     if kind < len(_CHANGES):
@@ -201,7 +208,7 @@ def files(draw: st.DrawFn) -> bytes:
         other = draw(st.integers(0, 3 * len(_CHANGES)))  # one time in three
         for change in (change for i, change in enumerate(_CHANGES) if i in (kind, other)):
             change(draw, draft)
-        return draft.to_bytes()
+        return FileBytes(draft.to_bytes())
     data = bytearray(draft.to_bytes())
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(data)))
@@ -214,7 +221,7 @@ def files(draw: st.DrawFn) -> bytes:
                 data[at:at] = draw(st.binary(max_size=16))
             case "change" if at < len(data):
                 data[at] = draw(st.integers(0, 255))
-    return bytes(data)
+    return FileBytes(data)
 
 
 # ---- what must come of it

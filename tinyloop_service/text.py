@@ -38,7 +38,8 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
             parsed = json.loads(tokenizer_json)
         except Exception as error:  # the library raises a bare Exception
-            raise ModelFileError(f"the tokenizer in the model file cannot be read: {str(error)[:200]}") from None
+            said = " ".join(str(error).split())[:200]
+            raise ModelFileError(f"the tokenizer in the model file cannot be read: {said}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._bytes = _bytes_by_id(self._tokenizer, set(_types(parsed.get("decoder"))))
@@ -97,7 +98,7 @@ def _bytes_by_id(tokenizer: tokenizers.Tokenizer, decoder: set[str]) -> dict[int
     elif decoder & {"Metaspace", "ByteFallback"}:
         to_bytes = _metaspace
     else:
-        given = ", ".join(sorted(decoder)) or "none"
+        given = ", ".join(map(repr, sorted(decoder))) or "none"
         raise ModelFileError(f"the tokenizer's decoder is {given}, expected ByteLevel, Metaspace or ByteFallback")
     table = {token_id: to_bytes(token) for token, token_id in tokenizer.get_vocab().items()}
     for token_id, added in tokenizer.get_added_tokens_decoder().items():

@@ -285,5 +285,5 @@ def test_a_file_that_is_none_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"bad\.safetensors is not a whole safetensors file"):
         convert_gptq(path, SPEC)
     save_file({"x": np.ones(4, np.float64)}, path)
-    with pytest.raises(ModelFileError, match="dtype F64, expected F16 or BF16 or F32 or I32"):
+    with pytest.raises(ModelFileError, match="dtype 'F64', expected F16 or BF16 or F32 or I32"):
         convert_gptq(path, SPEC)

@@ -95,7 +95,7 @@ def _entry(name: str, value: Any, dtypes: Mapping[str, np.dtype[Any]]) -> _Entry
         raise ModelFileError(f"{label} is not described by dtype, shape and data_offsets")
     dtype = dtypes.get(value["dtype"]) if isinstance(value["dtype"], str) else None
     if dtype is None:
-        raise ModelFileError(f"{label} is of dtype {str(value['dtype'])[:20]}, expected {' or '.join(dtypes)}")
+        raise ModelFileError(f"{label} is of dtype {repr(value['dtype'])[:20]}, expected {' or '.join(dtypes)}")
     shape, offsets = value["shape"], value["data_offsets"]
     if not _naturals(shape) or 0 in shape or len(shape) > 4 or not _naturals(offsets) or len(offsets) != 2:
         raise ModelFileError(f"{label} has a malformed shape or data_offsets")

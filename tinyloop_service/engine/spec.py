@@ -160,7 +160,7 @@ def _is_int(value: object) -> bool:
 
 def _require(holds: bool, name: str, given: object, expected: str) -> None:
     if not holds:
-        raise ModelFileError(f"config {name} is {str(given)[:80]}, expected {expected}")
+        raise ModelFileError(f"config {name} is {repr(given)[:80]}, expected {expected}")
 
 
 def _check_integer(name: str, value: Any, least: int) -> None:
