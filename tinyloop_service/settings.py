@@ -203,7 +203,7 @@ class ClientSettings:
 class NamesSettings:
     """Where named prefixes are remembered, and which there are from the start."""
 
-    registry: str = field(default="memory", repr=False)  # memory, sqlite:///PATH or redis://…; may hold a password
+    registry: str = field(default="memory", repr=False)  # memory, sqlite:////DIR/FILE or redis://…; may hold a password
     prefixes: str | None = None  # path of a file of prefixes that are built and pinned before the server is ready
     snapshot_dir: str | None = None  # directory where state is kept, so that a restart needs no prefill; None: nowhere
     snapshot_bytes: int = 16 * 2**30  # of all files there; beyond it the oldest go
@@ -214,7 +214,7 @@ class NamesSettings:
         _require(
             well_formed and self.registry != "sqlite:///",
             "registry",
-            f"{scheme[:20]!r} given, memory, sqlite:///PATH, redis://HOST:PORT/DB or rediss://… expected",
+            f"{scheme[:20]!r} given, memory, sqlite:////DIR/FILE, redis://HOST:PORT/DB or rediss://… expected",
         )
         if self.registry.startswith("sqlite:///"):
             path = self.registry.removeprefix("sqlite:///")

@@ -29,6 +29,26 @@ def test_every_command_teaches_by_example(path: tuple[str, ...]) -> None:
     assert shown.output.count(example) >= 2, "the usage line and an example"
 
 
+@pytest.mark.parametrize("path", [(), ("prefix",), ("token",)], ids=" ".join)
+def test_a_group_shows_of_each_command_its_whole_sentence(path: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(group, [*path, "--help"], terminal_width=80).output
+    listed = shown.split("Commands:\n")[1]
+    assert "..." not in listed and max(map(len, listed.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("path", list(commands(group)), ids=" ".join)
+def test_every_option_can_be_understood_alone(path: tuple[str, ...]) -> None:
+    command: click.Command = group
+    for name in path:
+        assert isinstance(command, click.Group)
+        command = command.commands[name]
+    context = click.Context(command)
+    for option in (each for each in command.params if isinstance(each, click.Option)):
+        assert option.help, option.name
+        assert option.help.split()[0] not in ("Of", "That", "For", "Over"), f"{option.name} begins in mid-sentence"
+        assert "_" not in option.make_metavar(context), f"{option.name} is named after a function"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

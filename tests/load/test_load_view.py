@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 from load_example import example
+from rich.console import Console
 
-from tinyloop_service.cli import load_view
+from tinyloop_service.cli import load_view, output
 from tinyloop_service.cli.load import _status
 from tinyloop_service.load.results import Result, Verification
 
@@ -46,6 +48,20 @@ def test_every_phase_has_a_line_and_a_single_one_its_percentiles(capsys: pytest.
     assert {line.split()[0] for line in single if line[:4] in ("TTFT", "ITL ", "TPOT", "E2E ", "queu")} == {
         "TTFT", "ITL", "TPOT", "E2E", "queue",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_nothing_is_cut_off_on_a_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    text = StringIO()
+    monkeypatch.setattr(output, "out", Console(file=text, width=width, force_terminal=True, color_system=None))
+    result = example()
+    load_view.print_result(result)
+    lines = text.getvalue().splitlines()
+    assert "…" not in text.getvalue() and max(map(len, lines)) <= width
+    for phase in result.phases:  # in two tables where there is no room for one
+        assert sum(line.startswith(f"{phase.name} ") for line in lines) == (1 if width == 200 else 2), phase.name
+    words = " ".join(text.getvalue().split())
+    assert all(meaning in words for _, meaning in load_view.DEFINITIONS if "  " not in meaning)
 
 
 def test_latencies_of_a_bottleneck_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

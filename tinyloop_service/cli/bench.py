@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 )
 @click.argument("more_rows", type=click.IntRange(1), nargs=-1, metavar="")  # what follows the first number of --rows
 @click.option("--new-tokens", type=click.IntRange(1), default=32, show_default=True, help="Tokens per request.")
-@click.option("--loops", type=click.IntRange(1), help="Depth.  [default: the model's]")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Every figure is their median.")
+@click.option("--loops", type=click.IntRange(1), help="Depth, in loops.  [default: the model's]")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="How often all is measured; figures are medians.",
+)
 @settings_options("engine", "threads", "cache_mode", "kv_memory", "accuracy_level")
 @json_option
 def bench(

@@ -28,7 +28,7 @@ _FLAGS = {  # of ClientSettings
     "client_key": "PEM file of its key.",
 }
 _SWITCHES = {
-    "affinity": "Of several replicas behind the target (dns:///NAME:PORT), ask the one that holds the prefix.",
+    "affinity": "Ask the replica that holds the prefix, of several behind the target (dns:///NAME:PORT).",
     "tls": "Speak TLS, and trust the system's roots.",
 }
 
@@ -72,7 +72,7 @@ def client_options(command: F) -> F:
         "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Give up after this long."
     )(wrapped)
     wrapped = click.option(
-        "--target", "-t", metavar="HOST:PORT", default=DEFAULT_TARGET, show_default=True, help="The server."
+        "--target", "-t", metavar="HOST:PORT", default=DEFAULT_TARGET, show_default=True, help="The server to call."
     )(wrapped)
     return wrapped  # type: ignore[no-any-return]
 

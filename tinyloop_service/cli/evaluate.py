@@ -57,7 +57,10 @@ def parse_cache_modes(value: str | tuple[CacheMode, ...]) -> tuple[CacheMode, ..
 )
 @click.option("--reference", type=MODEL_FILE, help="The model that others are compared with.  [default: the first]")
 @click.option(
-    "--depths", type=parse_depths, metavar="L,L…", help="Loops.  [default: 1,2,4,6,8,12, as far as the models go]"
+    "--depths",
+    type=parse_depths,
+    metavar="L,L…",
+    help="Depths to score at, in loops.  [default: 1,2,4,6,8,12, as far as the models go]",
 )
 @click.option(
     "--window-tokens",
@@ -70,7 +73,7 @@ def parse_cache_modes(value: str | tuple[CacheMode, ...]) -> tuple[CacheMode, ..
     "--cache-modes",
     type=parse_cache_modes,
     metavar="MODE,…",
-    help="Score second halves off a first half cached so; none for no such rows.  [default: every mode that fits]",
+    help="Score second halves of windows off first halves cached so; none: skip it.  [default: every mode that fits]",
 )
 @click.option(
     "--int8-activations/--no-int8-activations",
@@ -79,7 +82,10 @@ def parse_cache_modes(value: str | tuple[CacheMode, ...]) -> tuple[CacheMode, ..
     help="Score INT4 files again as the CPU engine rounds activations.",
 )
 @click.option(
-    "--threads", type=click.IntRange(1), metavar="N", help="Windows at once.  [default: one per core, at most 8]"
+    "--threads",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Windows computed at once.  [default: one per core, at most 8]",
 )
 @click.option("--save", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures here, a .json file.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw them here: .svg, .png or .pdf.")

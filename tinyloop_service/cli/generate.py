@@ -35,13 +35,19 @@ from tinyloop_service.types import TokenIds
 )
 @click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1 discourages repeats.")
 @click.option("--seed", type=int, help="The same seed gives the same tokens.  [default: random]")
-@click.option("-n", "n", type=click.IntRange(1), default=1, show_default=True, help="So many continuations.")
+@click.option(
+    "-n", "n", type=click.IntRange(1), default=1, show_default=True, help="How many continuations to generate."
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option(
     "--stop-tokens", type=parse_token_ids, multiple=True, metavar="IDS", help="End before this sequence of ids."
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on where the model would end.")
-@click.option("--loops", type=click.IntRange(1), help="Depth; with a prefix it must be the prefix's.")
+@click.option(
+    "--loops",
+    type=click.IntRange(1),
+    help="Depth, in loops; with a prefix it must be the prefix's.  [default: the model's]",
+)
 @click.option("--cache-window", type=click.IntRange(0), help="Sliding-window attention; narrows a prefix's window.")
 @click.option(
     "--logprobs", type=click.IntRange(0), default=0, help="With --json: log-probabilities of the k likeliest."

@@ -75,39 +75,97 @@ def parse_change(value: str | tuple[str, Any]) -> tuple[str, Any]:
 
 
 @click.command()
-@click.option("--workload", "-w", "name", default="rag", show_default=True, metavar="NAME|FILE", help="What is asked.")
 @click.option(
-    "--set", "changes", type=parse_change, multiple=True, metavar="KEY=VALUE", help="Another value for a key of it."
+    "--workload",
+    "-w",
+    "name",
+    default="rag",
+    show_default=True,
+    metavar="NAME|FILE",
+    help="What is asked: a name from above, or a file.",
 )
-@click.option("--rate", type=parse_loads, metavar="R[,R]...", help="Open loop: so many requests a second, at random.")
 @click.option(
-    "--concurrency", "-c", type=parse_loads, metavar="C[,C]...", help="Closed loop: so many callers.  [default: 8]"
+    "--set",
+    "changes",
+    type=parse_change,
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change one key of the workload, for example prefix_len=512; may be repeated.",
 )
-@click.option("--sweep", is_flag=True, help="Double the load from there until it is too much; find the knee.")
-@click.option("--phases", type=click.IntRange(2), default=8, show_default=True, help="Of a sweep, at most, each way.")
-@click.option("--duration", type=parse_duration, default="30s", show_default=True, help="What is measured of a phase.")
-@click.option("--warmup", type=parse_duration, default="5s", show_default=True, help="What comes before, uncounted.")
-@click.option("--slo", type=parse_slo, metavar="BOUNDS", help="For goodput, for example ttft=200ms,itl=30ms.")
-@click.option("--no-share", is_flag=True, help="The same requests, their prefix sent with each prompt.")
-@click.option("--compare", is_flag=True, help="Both ways, taking turns.")
+@click.option(
+    "--rate",
+    type=parse_loads,
+    metavar="R[,R]...",
+    help="Open loop: so many requests a second, whether answers come or not.",
+)
+@click.option(
+    "--concurrency",
+    "-c",
+    type=parse_loads,
+    metavar="C[,C]...",
+    help="Closed loop: so many callers, each waits for its answer.  [default: 8]",
+)
+@click.option(
+    "--sweep",
+    is_flag=True,
+    help="Begin with that load and double it until the server does not follow; find that point.",
+)
+@click.option(
+    "--phases", type=click.IntRange(2), default=8, show_default=True, help="Loads that a sweep may try, at most."
+)
+@click.option(
+    "--duration",
+    type=parse_duration,
+    default="30s",
+    show_default=True,
+    metavar="DURATION",
+    help="How long each load is measured.",
+)
+@click.option(
+    "--warmup",
+    type=parse_duration,
+    default="5s",
+    show_default=True,
+    metavar="DURATION",
+    help="How long each load runs before anything counts.",
+)
+@click.option(
+    "--slo",
+    type=parse_slo,
+    metavar="BOUNDS",
+    help="Count requests that keep these bounds, for example ttft=200ms,itl=30ms.",
+)
+@click.option("--no-share", is_flag=True, help="Share nothing: send the prefix with each prompt.")
+@click.option("--compare", is_flag=True, help="Run both with and without sharing, in turn.")
 @click.option("--verify", is_flag=True, help=f"Ask {VERIFIED} of the requests again, alone; the ids must be the same.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of schedule, prompts and sampling.")
-@click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True, help="That send.")
 @click.option(
-    "--in-process", type=click.Path(path_type=Path), metavar="MODEL", help="No server: the engine in this process."
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="The same seed gives the same schedule, prompts and sampling.",
+)
+@click.option(
+    "--processes", type=click.IntRange(1, 64), default=1, show_default=True, help="Processes that send the requests."
+)
+@click.option(
+    "--in-process",
+    type=click.Path(path_type=Path),
+    metavar="MODEL",
+    help="Ask no server, but this model file, in this process.",
 )
 @click.option(
     "--json",
     "json_path",
     type=click.Path(path_type=Path, allow_dash=True, dir_okay=False, writable=True),
-    help="Write all of it; - prints.",
+    help="Write every figure to this file; - prints.",
 )
 @click.option(
     "--report",
     "report_path",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="A page with plots.",
+    help="Write a page with plots into this directory.",
 )
 @client_options
 def load(

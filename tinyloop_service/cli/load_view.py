@@ -6,10 +6,11 @@ In: `Status` as it comes, and a `Result`.  Out: text for people.  It refuses to 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -31,6 +32,7 @@ DEFINITIONS = (
     ("lag", "how late the harness itself was; above a fifth of what is measured no latencies are reported"),
 )
 _LATENCIES = ("queue", "ttft", "itl", "tpot", "e2e")
+_LATENCY_COLUMNS = ("TTFT p50", "TTFT p95", "TTFT p99", "ITL p50", "ITL p99", "E2E p50", "E2E p99")
 
 
 @contextmanager
@@ -82,20 +84,22 @@ def _moving(workload: str, status: Status) -> Table:
 def print_result(result: Result) -> None:
     """Errors first, then figures, then what they mean."""
     for line in _troubles(result):
-        output.out.print(line)
+        output.print_sentence(line)
     output.out.print()
     _print_facts(result)
     output.out.print()
-    output.print_table(_phases(result))
+    for number, table in enumerate(_phases(result)):
+        if number:
+            output.out.print()
+        output.print_table(table)
     if len(result.phases) <= 2:
         for phase in result.phases:
             _print_latencies(phase)
     output.out.print()
     for line in (*_worth(result), *_found(result)):
-        output.out.print(line)
+        output.print_sentence(line)
     output.out.print()
-    for word, meaning in DEFINITIONS:
-        output.out.print(Text.assemble((word.ljust(11), "dim bold"), (meaning, "dim")))
+    output.print_facts(dict(DEFINITIONS))
 
 
 def _troubles(result: Result) -> Iterator[Text]:
@@ -151,29 +155,43 @@ def _length(data: object) -> str:
     return str(data)
 
 
-def _phases(result: Result) -> Table:
-    """One line each."""
+def _phases(result: Result) -> Sequence[Table]:
+    """One line each: in one table where the terminal is wide enough for it, else in two, the second of latencies."""
+    columns = _columns(result)
+    whole = _table(result, "times in ms", columns)
+    width = output.out.width if output.out.is_terminal else output.UNBROKEN
+    unbroken = output.out.options.update(max_width=output.UNBROKEN)
+    if Measurement.get(output.out, unbroken, whole).maximum <= width:
+        return (whole,)
+    counts = {name: cells for name, cells in columns.items() if name not in _LATENCY_COLUMNS}
+    latencies = {name: columns[name] for name in _LATENCY_COLUMNS}
+    return (_table(result, "", counts), _table(result, "times in ms", latencies))
+
+
+def _columns(result: Result) -> dict[str, Sequence[str]]:
+    """Heading → a cell for each phase."""
+    rates, times = [phase.throughput for phase in result.phases], [phase.latencies for phase in result.phases]
+    cached = [phase.cached_token_rate for phase in result.phases]
+    columns: dict[str, Sequence[str]] = {
+        "requests": [str(phase.counts.offered) for phase in result.phases],
+        "req/s": [f"{rate.requests_per_s:.2f}" for rate in rates],
+        "tokens/s": [f"{rate.tokens_per_s:,.0f}" for rate in rates],
+    }
+    for name in _LATENCY_COLUMNS:
+        what, figure = name.lower().split()
+        columns[name] = [_ms(None if each is None else getattr(each, what), figure) for each in times]
+    columns["cached"] = ["–" if rate is None else f"{rate:.1%}" for rate in cached]
+    if result.metadata.slo is not None:
+        columns["goodput"] = [f"{rate.goodput_per_s:.2f}/s {rate.goodput_share:.0%}" for rate in rates]
+    return columns
+
+
+def _table(result: Result, corner: str, columns: Mapping[str, Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("times in ms", no_wrap=True)
-    columns = ["requests", "req/s", "tokens/s", "TTFT p50", "p95", "p99", "ITL p50", "p99", "E2E p50", "p99", "cached"]
-    goodput = result.metadata.slo is not None
-    for column in columns + ["goodput"] * goodput:
-        table.add_column(column, justify="right")
-    for phase in result.phases:
-        times = phase.latencies
-        ttft, itl, e2e = (None, None, None) if times is None else (times.ttft, times.itl, times.e2e)
-        cells = [
-            str(phase.counts.offered),
-            f"{phase.throughput.requests_per_s:.2f}",
-            f"{phase.throughput.tokens_per_s:,.0f}",
-            *(_ms(ttft, figure) for figure in ("p50", "p95", "p99")),
-            *(_ms(itl, figure) for figure in ("p50", "p99")),
-            *(_ms(e2e, figure) for figure in ("p50", "p99")),
-            "–" if phase.cached_token_rate is None else f"{phase.cached_token_rate:.1%}",
-        ]
-        if goodput:
-            kept = phase.throughput
-            cells.append(f"{kept.goodput_per_s:.2f}/s {kept.goodput_share:.0%}")
+    table.add_column(corner, no_wrap=True)
+    for name in columns:  # "TTFT p50" says it for those that follow
+        table.add_column(name if name.endswith("p50") else name.split()[-1], justify="right")
+    for phase, *cells in zip(result.phases, *columns.values(), strict=True):
         table.add_row(phase.name, *cells)
     return table
 
@@ -201,7 +219,7 @@ def _print_latencies(phase: Phase) -> None:
     if times.stall is not None:
         told += f"; largest ITL = {times.stall:.1f} × its median"
     held = "" if phase.pages_after < 0 else f"; requests held {phase.pages_after} pages afterwards"
-    output.out.print(f"{told}{held}, {phase.pages_before} before" if held else told)
+    output.print_sentence(f"{told}{held}, {phase.pages_before} before" if held else told)
 
 
 def _ms(of: Distribution | None, figure: str) -> str:

@@ -11,6 +11,7 @@ import click
 
 from tinyloop_service.cli import output
 from tinyloop_service.cli.bench import bench
+from tinyloop_service.cli.commands import Commands
 from tinyloop_service.cli.demo import demo
 from tinyloop_service.cli.evaluate import evaluate
 from tinyloop_service.cli.generate import generate
@@ -36,7 +37,7 @@ _TLS_WAYS_OUT = {  # by what gRPC says of a handshake
 }
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="tinyloop-service", prog_name="tinyloop")
 def group() -> None:
     """TinyLoop: build a named prefix of a looped language model once, decode many requests from it at once.

@@ -20,7 +20,7 @@ SIZES = ("tiny", "407m")
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--size", type=click.Choice(SIZES), required=True, help="Which reference size.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random weights.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Draws the random weights.")
 @click.option(
     "--tokenizer",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),

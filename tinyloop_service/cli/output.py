@@ -67,12 +67,23 @@ def plain(value: object) -> Any:
     return value
 
 
+def print_sentence(sentence: str | Text) -> None:
+    """Broken between words on a terminal; where there is none it stays one line, for grep."""
+    out.print(sentence, soft_wrap=not out.is_terminal)
+
+
 def print_facts(facts: Mapping[str, object]) -> None:
     """A two-column list, empty values left out."""
     shown = {name.replace("_", " "): str(value) for name, value in facts.items() if value not in (None, "")}
     width = max(map(len, shown))
     for name, value in shown.items():
-        out.print(Text.assemble((name.ljust(width), "dim"), "  ", value))
+        cells = Text(name.ljust(width), style="dim"), Text(value)
+        if out.is_terminal:
+            line = Table.grid(padding=(0, 2))
+            line.add_row(*cells)
+            out.print(line)
+        else:
+            out.print(Text("  ").join(cells))
 
 
 def print_table(table: Table) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinyloop_service.cli import output
+from tinyloop_service.cli.commands import Commands
 from tinyloop_service.cli.connection import Connection, client_options
 from tinyloop_service.cli.options import input_options, json_option, parse_duration, read_input
 from tinyloop_service.client import AsyncClient, Prefix
@@ -22,7 +23,7 @@ POLL_S = 0.5
 STATE_STYLES = {"ready": "green", "building": "yellow", "evicted": "dim", "failed": "red"}
 
 
-@click.group()
+@click.group(cls=Commands)
 def prefix() -> None:
     """Create, look at, change and delete the named prefixes of a server.
 
@@ -42,7 +43,7 @@ def prefix() -> None:
 @click.argument("name")
 @click.argument("text", required=False)
 @input_options
-@click.option("--loops", type=click.IntRange(1), help="Depth.  [default: the model's, or the parent's]")
+@click.option("--loops", type=click.IntRange(1), help="Depth, in loops.  [default: the model's, or the parent's]")
 @click.option("--cache-window", type=click.IntRange(0), help="Sliding-window attention over this many tokens; 0: all.")
 @click.option(
     "--ttl", type=parse_duration, metavar="DURATION", help="Expires after this long, for example 15m.  [default: never]"
@@ -152,7 +153,7 @@ def list_prefixes(server: Connection, as_json: bool) -> None:
 @click.argument("name")
 @click.option("--ttl", type=parse_duration, metavar="DURATION", help="Expires this long from now.")
 @click.option("--no-expiry", is_flag=True, help="Never expires.")
-@click.option("--pin/--unpin", default=None, help="Keep it in memory, or no longer.")
+@click.option("--pin/--unpin", default=None, help="Keep it in memory whatever else needs room, or no longer.")
 @client_options
 @json_option
 def update(

@@ -41,7 +41,11 @@ def parse_weights(context: click.Context, parameter: click.Parameter, value: str
 @click.option("--method", type=click.Choice(("gptq", "rtn")), required=True, help="GPTQ, or rounding to nearest.")
 @click.option("--group", type=click.Choice(GROUPS), default="128", show_default=True, help="Inputs that share a scale.")
 @click.option(
-    "--head", type=click.Choice(("int4", "fp16")), default="int4", show_default=True, help="What becomes of the head."
+    "--head",
+    type=click.Choice(("int4", "fp16")),
+    default="int4",
+    show_default=True,
+    help="How the output head is stored.",
 )
 @click.option(
     "--calibration",
@@ -49,10 +53,18 @@ def parse_weights(context: click.Context, parameter: click.Parameter, value: str
     metavar="FILE",
     help="GPTQ: text as the model will see it; or FILE.json, a list of lists of token ids.",
 )
-@click.option("--windows", type=click.IntRange(1), default=64, show_default=True, help="Pieces of it to use.")
+@click.option(
+    "--windows", type=click.IntRange(1), default=64, show_default=True, help="Pieces of the calibration text to use."
+)
 @click.option("--window-tokens", type=click.IntRange(2), help="Tokens of a piece.  [default: 512, or the model's most]")
-@click.option("--passes", type=click.IntRange(1, 8), default=2, show_default=True, help="Over each block.")
-@click.option("--loops", type=click.IntRange(1), help="Depth to calibrate for.  [default: the model's]")
+@click.option(
+    "--passes",
+    type=click.IntRange(1, 8),
+    default=2,
+    show_default=True,
+    help="How often each block is rounded, the last time for the inputs that rounding itself leads to.",
+)
+@click.option("--loops", type=click.IntRange(1), help="Depth to calibrate for, in loops.  [default: the model's]")
 @click.option(
     "--depth-weights",
     callback=parse_weights,
@@ -66,9 +78,13 @@ def parse_weights(context: click.Context, parameter: click.Parameter, value: str
     show_default=True,
     help="Added to Hessians, as a share of their mean diagonal.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the choice of pieces.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Chooses the pieces of text.")
 @click.option(
-    "--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True, help="What computes."
+    "--device",
+    type=click.Choice(("auto", "cpu", "cuda")),
+    default="auto",
+    show_default=True,
+    help="Where it is computed; auto: on a GPU if there is one.",
 )
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 @json_option

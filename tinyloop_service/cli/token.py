@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinyloop_service.cli import output
+from tinyloop_service.cli.commands import Commands
 from tinyloop_service.cli.connection import read_token
 from tinyloop_service.cli.options import json_option
 from tinyloop_service.rpc.caller import Right
@@ -21,7 +22,7 @@ from tinyloop_service.types import Quota
 LEAST_LENGTH = 32  # of a token that was made elsewhere: a hash hides only what nobody can guess
 
 
-@click.group()
+@click.group(cls=Commands)
 def token() -> None:
     """Make the tokens by which a server knows its callers, and check the file that lists them.
 

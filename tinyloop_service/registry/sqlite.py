@@ -61,7 +61,8 @@ class SqliteRegistry:
             await asyncio.get_running_loop().run_in_executor(registry._thread, registry._open)
         except (sqlite3.Error, OSError) as error:
             await registry.close()
-            raise InvalidArgument("registry", f"{path} cannot be opened: {_reason(error)}") from None
+            reason = _reason(error) if path.parent.is_dir() else f"there is no directory {path.parent}; make it first"
+            raise InvalidArgument("registry", f"{path} cannot be opened: {reason}") from None
         except BaseException:
             await registry.close()
             raise

@@ -69,7 +69,8 @@ def _sharing_tiles(result: Result) -> Iterator[Tile]:
     if result.economy is not None:
         pays = result.economy.break_even
         value = "never" if pays is None else f"{math.ceil(pays)} request{'' if math.ceil(pays) == 1 else 's'}"
-        yield Tile("A build pays from", value, "" if pays is None else f"break-even {number(pays)}")
+        note = "a request off it is no faster" if pays is None else f"break-even {number(pays)}"
+        yield Tile("A build pays off after", value, note)
     cached = [phase.cached_token_rate for phase in result.of_way(Way.SHARED) if phase.cached_token_rate is not None]
     if cached:
         note = "of prompt tokens" + (", the least of all loads" if len(cached) > 1 else "")
