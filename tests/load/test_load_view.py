@@ -37,7 +37,7 @@ def test_a_run_without_trouble_begins_with_its_facts(capsys: pytest.CaptureFixtu
     lines = [line for line in shown(quiet(), capsys) if line]
     assert lines[0].startswith("target ")
     assert "asked again alone: 16 of 16 alike, bit for bit" in lines
-    assert any(line.startswith("break-even N = build / (cold − warm)") for line in lines)
+    assert any(line.startswith("break-even  N = build / (cold − warm)") for line in lines)
 
 
 def test_every_phase_has_a_line_and_a_single_one_its_percentiles(capsys: pytest.CaptureFixture[str]) -> None:
