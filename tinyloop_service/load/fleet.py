@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,7 +28,8 @@ from tinyloop_service.load.remote import Remote
 from tinyloop_service.load.workload import Workload
 
 TELL_S = 0.25
-LEAVE_S = 5.0  # for a process to end by itself
+LEAVE_S = 5.0  # for all processes to end by themselves
+_ENDED = "a process of the load test ended by itself; what it said is above"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,10 @@ class Processes:
         counted = [Counted() for _ in self._ends]
 
         async def one(share: int, end: Connection) -> Driven:
-            end.send(replace(job, share=share, shares=len(self._ends)))
+            try:
+                end.send(replace(job, share=share, shares=len(self._ends)))
+            except OSError:
+                raise TinyLoopError(_ENDED) from None
             while not isinstance(heard := await self._hear(end), Driven):
                 assert isinstance(heard, Counted)
                 counted[share] = heard
@@ -120,7 +125,7 @@ class Processes:
         try:
             heard = await asyncio.get_running_loop().run_in_executor(self._threads, end.recv)
         except (EOFError, ConnectionResetError):
-            raise TinyLoopError("a process of the load test ended by itself; what it said is above") from None
+            raise TinyLoopError(_ENDED) from None
         if isinstance(heard, TinyLoopError):
             raise heard
         return heard
@@ -144,8 +149,9 @@ class Processes:
         for end in self._ends:
             with suppress(OSError):
                 end.send(None)
+        patience_end = time.monotonic() + LEAVE_S
         for process in self._processes:
-            process.join(LEAVE_S)
+            process.join(max(0.0, patience_end - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
