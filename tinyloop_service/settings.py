@@ -46,9 +46,7 @@ class SchedulerSettings:
     prefill_share: float = 0.5  # of an engine's max_chunk that a plan prefills while rows decode
     steps_per_plan: int = 8  # decode steps in one plan while nothing waits, at most the engine's max_steps
     plans_in_flight: int = 2  # the one that runs and those queued behind it, so that the device never waits
-    stream_interval_ns: int = (
-        10_000_000  # between two pieces of a stream, of up to 32; tokens that come sooner leave together
-    )
+    stream_interval_ns: int = 10_000_000  # between two pieces of a stream; tokens that come sooner leave together
     aging_ns: int = 500_000_000  # who waits longer for room is not overtaken any more
     max_overtaken: int = 8  # waiting requests without room that a plan looks past for one that fits
 

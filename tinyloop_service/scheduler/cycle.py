@@ -114,6 +114,7 @@ class Cycle:
             self._fail(plan, error)  # the plan behind it runs as it was submitted
         else:
             self._commit(plan, sent_ns, result)
+        self._delivery.lag_ns = self._threads.lag_ns
         self._delivery.deliver()
 
     def _commit(self, plan: Plan, sent_ns: int, result: StepResult) -> None:

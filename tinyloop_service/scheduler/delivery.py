@@ -27,7 +27,8 @@ from tinyloop_service.scheduler.saved import Keeper
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.types import PrefixInfo, PrefixState
 
-_AT_FULL_PACE = 32  # streams
+_LAG_NS = 1_000_000  # of the event loop, that makes intervals longer by their length
+_LONGEST = 10  # intervals of an event loop that is not behind
 _OF_STREAMS = (Sampled, Admitted, Failed)
 
 
@@ -37,11 +38,12 @@ class Delivery:
     def __init__(self, core: Core, stream_interval_ns: int, observer: Observer) -> None:
         """stream_interval_ns: tokens of a stream that come sooner after others wait for later ones, but no longer.
 
-        It is that of up to `_AT_FULL_PACE` streams; with more it grows in proportion to their number, so that their
-        messages, which cost the event loop more than all else, take no more of its time.
+        They wait longer while the event loop is behind: messages are what it is behind with, and every one costs it as
+        much as some ten rows of a step.
         """
         self._core = core
         self._interval_ns = stream_interval_ns
+        self.lag_ns = 0  # how far the event loop is behind
         self._observer = observer
         self.keeper: Keeper | None = None  # of what is saved
         self._streams: dict[int, Stream] = {}
@@ -56,8 +58,8 @@ class Delivery:
 
     @property
     def interval_ns(self) -> int:
-        """Between two pieces of a stream, as many as there are now."""
-        return self._interval_ns * max(len(self._streams), _AT_FULL_PACE) // _AT_FULL_PACE
+        """Between two pieces of a stream, as things stand."""
+        return self._interval_ns * min(_LAG_NS + self.lag_ns, _LONGEST * _LAG_NS) // _LAG_NS
 
     def add(self, stream: Stream) -> None:
         self._streams[stream.request] = stream

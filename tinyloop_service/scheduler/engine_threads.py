@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -41,6 +42,7 @@ class EngineThreads:
         self._submitting: _Calls = SimpleQueue()
         self._waiting: _Calls = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self.lag_ns = 0  # from when a plan's outcome was there to when the event loop came to it, the last time
         self.submit_failed = False  # set on the engine's thread; until the owner clears it, plans are not submitted
 
     def submit(self, plan: Plan) -> asyncio.Future[StepResult]:
@@ -69,7 +71,7 @@ class EngineThreads:
 
     def _submit(self, plan: Plan, outcome: asyncio.Future[StepResult]) -> None:
         if self.submit_failed:
-            _tell(outcome, NotRun())
+            self._tell(outcome, NotRun())
             return
         try:
             pending = self._engine.submit(plan)
@@ -77,30 +79,46 @@ class EngineThreads:
             self.submit_failed = True
             failure = NotSubmitted()
             failure.__cause__ = error
-            _tell(outcome, failure)
+            self._tell(outcome, failure)
             return
         if isinstance(pending, Finished):
-            _tell(outcome, pending.result())
+            self._tell(outcome, pending.result())
         else:
-            self._waiting.put(partial(_wait, pending, outcome))
+            self._waiting.put(partial(self._wait, pending, outcome))
 
     def _close(self, closed: asyncio.Future[None]) -> None:
         try:
             self._engine.close()
         except Exception as error:
-            _tell(closed, error)
+            self._tell(closed, error)
         else:
-            _tell(closed, None)
+            self._tell(closed, None)
 
+    # ---- on the waiting thread
 
-def _wait(pending: Pending, outcome: asyncio.Future[StepResult]) -> None:
-    """On the waiting thread."""
-    try:
-        result = pending.result()
-    except Exception as error:
-        _tell(outcome, error)
-    else:
-        _tell(outcome, result)
+    def _wait(self, pending: Pending, outcome: asyncio.Future[StepResult]) -> None:
+        try:
+            result = pending.result()
+        except Exception as error:
+            self._tell(outcome, error)
+        else:
+            self._tell(outcome, result)
+
+    # ---- back to the event loop
+
+    def _tell(self, future: asyncio.Future[Any], outcome: object) -> None:
+        """A result, or an exception."""
+        with suppress(RuntimeError):  # the event loop was closed; there is nobody left to hear it
+            future.get_loop().call_soon_threadsafe(self._settle, future, outcome, time.monotonic_ns())
+
+    def _settle(self, future: asyncio.Future[Any], outcome: object, told_ns: int) -> None:
+        self.lag_ns = time.monotonic_ns() - told_ns
+        if future.done():  # its waiter was cancelled
+            return
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
 
 
 def _start(name: str, calls: _Calls) -> threading.Thread:
@@ -114,18 +132,3 @@ def _make(calls: _Calls) -> None:
     while (call := calls.get()) is not None:
         call()
         del call  # a plan and its result are not kept until the next one comes
-
-
-def _tell(future: asyncio.Future[Any], outcome: object) -> None:
-    """From another thread: a result, or an exception."""
-    with suppress(RuntimeError):  # the event loop was closed; there is nobody left to hear it
-        future.get_loop().call_soon_threadsafe(_settle, future, outcome)
-
-
-def _settle(future: asyncio.Future[Any], outcome: object) -> None:
-    if future.done():  # its waiter was cancelled
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
