@@ -63,6 +63,17 @@ def test_the_in_process_example(tmp_path: Path) -> None:
     assert len(run(EXAMPLES[1], tmp_path).strip()) > 20
 
 
+def test_the_printed_line_makes_a_configuration_of_envoy_for_one_machine(tmp_path: Path) -> None:
+    [block] = [each for each in blocks("console", ROOT / "docs/deploying.md") if "sed -E" in each]
+    [line] = re.findall(r"^\$ (sed .*?[^\\])$", block, re.DOTALL | re.MULTILINE)
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, timeout=TIMEOUT_S)
+    made = (tmp_path / "envoy.yaml").read_text(encoding="utf-8")
+    found = re.findall(r"socket_address: \{address: (\S+), port_value: (\d+)\}", made)
+    assert found == [("127.0.0.1", "50051"), *(("127.0.0.1", f"5006{number}") for number in range(3))]
+    assert "for i in 0 1 2; do" in block and "--listen 127.0.0.1:5006$i" in block
+
+
 @pytest.mark.parametrize("block", blocks("console", *PAGES))
 def test_shell_examples_name_commands_that_exist(block: str) -> None:
     from tinyloop_service.cli.main import group
