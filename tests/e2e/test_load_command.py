@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
+import time
 from pathlib import Path
 
 import pytest
 from command_harness import ROOT, Done, Server, tinyloop
 
+from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.load.driver import Job
+from tinyloop_service.load.fleet import Endpoint, Processes
+from tinyloop_service.load.prompts import Vocabulary
 from tinyloop_service.load.results import Driving, Result, Way
+from tinyloop_service.load.workload import parse_workload
 
 PAGE = (ROOT / "docs/load-tests.md").read_text(encoding="utf-8")
 PRINTED_COMMANDS = [
@@ -66,8 +72,19 @@ def test_an_open_loop_through_processes_as_file_page_and_table(server: Server, t
         assert phase.counts.completed == phase.counts.offered
         assert f"{phase.load:g}/s, shared" in done.out
     assert result.metadata.processes == 2
-    for word in ("TTFT", "ITL", "TPOT", "goodput", "cached", "break-even N = build / (cold − warm)"):
+    for word in ("TTFT", "ITL", "TPOT", "goodput", "cached", "break-even  N = build / (cold − warm)"):
         assert re.search(f"^{re.escape(word)}.*", done.out, re.MULTILINE), f"{word} is defined under the numbers"
+
+
+async def test_a_process_that_is_gone_is_said_so(server: Server) -> None:
+    workload = parse_workload("x", {"about": "x", "prefixes": 1, "prefix_len": 8, "suffix_len": 1, "output_len": 1})
+    job = Job(Way.SHARED, time.monotonic_ns(), 0.0, 0.1, 1.0, None, callers=1)
+    async with Processes(1, Endpoint(server.address), workload, 0, Vocabulary(512, ())) as fleet:
+        [process] = fleet._processes
+        process.kill()
+        process.join()
+        with pytest.raises(TinyLoopError, match="ended by itself"):
+            await fleet.drive(job, lambda counted: None)
 
 
 def test_text_and_a_sweep_in_process(tiny: Path) -> None:
