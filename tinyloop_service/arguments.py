@@ -19,7 +19,15 @@ from datetime import timedelta
 from typing import Protocol
 
 from tinyloop_service.errors import InvalidArgument
-from tinyloop_service.types import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, Sampling, Stops, TokenIds
+from tinyloop_service.types import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    GenerationRequest,
+    Sampling,
+    Stops,
+    TokenIds,
+)
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -34,7 +42,9 @@ MAX_STOPS = 64  # stop sequences of one request
 MAX_STOP_LEN = 1024  # ids or characters of one stop sequence
 MAX_TTL_NS = 10 * 365 * 86_400 * 10**9  # ten years
 
-_NO_SEQUENCES = (str, bytes, Mapping, set, frozenset)  # although they can be iterated
+_TEXTS = (str, bytes)
+_NO_NUMBERS = (bool, *_TEXTS)  # although `float` takes them
+_NO_SEQUENCES = (*_TEXTS, Mapping, set, frozenset)  # although they can be iterated
 PREFIX_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
 
 
@@ -63,6 +73,30 @@ class Parameters:
     stops: Stops
     n: int
 
+    def request(
+        self,
+        tokens: TokenIds,
+        *,
+        tenant: str = "",
+        prefix: str | None = None,
+        prefix_uid: str | None = None,
+        want_text: bool,
+    ) -> GenerationRequest:
+        """All of a request: `tokens` from its prefix, or as its whole prompt."""
+        return GenerationRequest(
+            tokens=tokens,
+            max_tokens=self.max_tokens,
+            tenant=tenant,
+            prefix=prefix,
+            prefix_uid=prefix_uid,
+            loops=self.loops,
+            cache_window=self.cache_window,
+            sampling=self.sampling,
+            stops=self.stops,
+            n=self.n,
+            want_text=want_text,
+        )
+
 
 def integer(value: object, field: str, low: int, high: int) -> int:
     """`value` as an int in low…high; booleans and floats are refused."""
@@ -79,7 +113,7 @@ def integer(value: object, field: str, low: int, high: int) -> int:
 
 def number(value: object, field: str, expected: str, low: float, high: float, *, above: bool = False) -> float:
     """`value` as a finite float in low…high (`above`: low itself is refused)."""
-    if isinstance(value, bool | str | bytes):
+    if isinstance(value, _NO_NUMBERS):
         raise InvalidArgument(field, f"is {_short(value)}, expected {expected}")
     try:
         result = float(value)  # type: ignore[arg-type]
@@ -185,7 +219,7 @@ def stops(
 ) -> Stops:
     """Stops from a list whose items are strings or id sequences, and single ids in short form."""
     field = "stop_sequences"
-    is_scalar = isinstance(stop_sequences, str | bytes) or getattr(stop_sequences, "ndim", 1) == 0
+    is_scalar = isinstance(stop_sequences, _TEXTS) or getattr(stop_sequences, "ndim", 1) == 0
     if is_scalar or not isinstance(stop_sequences, Iterable):
         raise InvalidArgument(field, f"is {_short(stop_sequences)}, expected a list of strings or id sequences")
     strings: list[str] = []

@@ -233,17 +233,8 @@ class Model:
             raise InvalidArgument("suffix", "needs a prefix; append it to the prompt instead")
         else:
             ids = self._ids(arguments.prompt(prompt, vocab_size=self._vocab_size), bos=True)
-        return GenerationRequest(
-            tokens=ids,
-            max_tokens=parameters.max_tokens,
-            prefix_uid=prefix.uid if prefix is not None else None,
-            loops=parameters.loops,
-            cache_window=parameters.cache_window,
-            sampling=parameters.sampling,
-            stops=parameters.stops,
-            n=parameters.n,
-            want_text=self._tokenizer is not None,
-        )
+        uid = prefix.uid if prefix is not None else None
+        return parameters.request(ids, prefix_uid=uid, want_text=self._tokenizer is not None)
 
     def _ids(self, prompt: str | TokenIds, *, bos: bool) -> TokenIds:
         if not isinstance(prompt, str):

@@ -193,6 +193,9 @@ def _borders(pattern: Sequence[Hashable]) -> list[int]:
     return borders
 
 
+_NOTHING_STOPS = StopMatcher(())  # which has no state
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What may be shown now.  `text` need not be that of `token_ids`: either may lag."""
@@ -231,8 +234,8 @@ class OutputFilter:
             raise InvalidArgument("stop_sequences", "holds text, but the model file has no tokenizer; give token ids")
         self._want_text = want_text and tokenizer is not None
         self._decoder = TextDecoder(tokenizer) if tokenizer and (self._want_text or stops.strings) else None
-        self._ids = StopMatcher(stops.token_sequences)
-        self._chars = StopMatcher(stops.strings)
+        self._ids = StopMatcher(stops.token_sequences) if stops.token_sequences else _NOTHING_STOPS
+        self._chars = StopMatcher(stops.strings) if stops.strings else _NOTHING_STOPS
         self.can_stop = bool(stops.token_sequences or stops.strings)  # else ids may as well be fed later, together
         self._waits_for_text = bool(stops.strings)
         self._held: deque[_Token] = deque()

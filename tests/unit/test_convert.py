@@ -125,16 +125,15 @@ def test_what_a_client_writes_is_what_the_server_reads() -> None:
         3, 5, 0.7, 0, 0.9, 12, 1.3, ["END", (1, 2)],
         seed=2**64 - 1, min_p=0.1, ignore_eos=True, stop_token_ids=[9], logit_bias={4: -1.5}, logprobs=20, n=16,
     )  # fmt: skip
-    read = convert.read_generation(wire.write_generate("p", "text", given, omit_text=True), FAKE_LIMITS)
-    assert (read.max_tokens, read.loops, read.cache_window, read.n) == (3, 5, 12, 16)
-    assert (read.sampling, read.stops, read.prefix) == (given.sampling, given.stops, "p")
-    assert not read.want_text
+    message = wire.write_generate("p", "text", given, omit_text=True)
+    assert convert.read_parameters(message, FAKE_LIMITS) == given
+    assert (convert.read_name(message.prefix), message.omit_text) == ("p", True)
 
 
 def test_absent_fields_mean_the_documented_defaults() -> None:
-    read = convert.read_generation(g.GenerateRequest(seed=0), FAKE_LIMITS)
+    read = convert.read_parameters(g.GenerateRequest(seed=0), FAKE_LIMITS)
     assert read.sampling == types.Sampling() and read.stops == types.Stops()
-    assert (read.max_tokens, read.loops, read.cache_window, read.n, read.want_text) == (32, None, None, 1, True)
+    assert (read.max_tokens, read.loops, read.cache_window, read.n) == (32, None, None, 1)
 
 
 def test_ids_are_bounded_by_the_model() -> None:

@@ -14,6 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tinyloop_service import arguments, types
+from tinyloop_service.arguments import Parameters
 from tinyloop_service.completion import Completion
 from tinyloop_service.engine.api import Limits
 from tinyloop_service.errors import InvalidArgument, SequenceTooLong
@@ -23,7 +24,6 @@ from tinyloop_service.types import (
     MAX_LOGPROBS,
     Completed,
     FinishReason,
-    GenerationRequest,
     Output,
     Sampling,
     Started,
@@ -96,20 +96,17 @@ def read_input(message: input_pb2.Input, limits: Limits, *, may_be_empty: bool) 
     return content
 
 
-def read_generation(message: generation_pb2.GenerateRequest, limits: Limits) -> GenerationRequest:
-    """Everything of the request but its tokens, which may have to be made from text first."""
-    return GenerationRequest(
-        tokens=(),
+def read_parameters(message: generation_pb2.GenerateRequest, limits: Limits) -> Parameters:
+    """Everything of the request but its prefix and its tokens."""
+    return Parameters(
         max_tokens=arguments.integer(
             _given(message, "max_tokens", DEFAULT_MAX_TOKENS), "max_tokens", 1, arguments.INT64_MAX
         ),
-        prefix=read_name(message.prefix, "prefix") if message.prefix else None,
         loops=arguments.loops(_given(message, "loops"), max_loops=limits.max_loops),
         cache_window=arguments.cache_window(_given(message, "cache_window")),
         sampling=_read_sampling(message, limits),
         stops=_read_stops(message, limits),
         n=arguments.integer(_given(message, "n", 1), "n", 1, MAX_CHOICES),
-        want_text=not message.omit_text,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tinyloop_service.completion import CompletionBuilder
 from tinyloop_service.errors import InvalidArgument, PrefixNotFound
 from tinyloop_service.observer import CallRecord
@@ -11,7 +9,7 @@ from tinyloop_service.pb import generation_pb2, generation_pb2_grpc, prefix_pb2
 from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.boundary import Context
 from tinyloop_service.rpc.caller import Right, caller
-from tinyloop_service.rpc.convert import inside, read_generation, read_input, write_completion, write_outputs
+from tinyloop_service.rpc.convert import inside, read_input, read_name, read_parameters, write_completion, write_outputs
 from tinyloop_service.rpc.creation import PrefixCreator
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.types import GenerationRequest
@@ -56,14 +54,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type:
 
     async def _read(self, message: generation_pb2.GenerateRequest) -> GenerationRequest:
         scheduler = self._backend.scheduler
-        request = read_generation(message, scheduler.limits)
-        whole = request.prefix is None
-        content = read_input(message.input, scheduler.limits, may_be_empty=not whole)
-        tokens = await self._backend.encode(content, "input.text", bos=whole)
-        if whole and not tokens:
+        prefix = read_name(message.prefix, "prefix") if message.prefix else None
+        parameters = read_parameters(message, scheduler.limits)
+        content = read_input(message.input, scheduler.limits, may_be_empty=prefix is not None)
+        tokens = await self._backend.encode(content, "input.text", bos=prefix is None)
+        if prefix is None and not tokens:
             raise InvalidArgument("input", "is empty, expected at least one token")
-        want_text = request.want_text and scheduler.tokenizer is not None
-        return replace(request, tenant=caller().tenant, tokens=tokens, want_text=want_text)
+        want_text = not message.omit_text and scheduler.tokenizer is not None
+        return parameters.request(tokens, tenant=caller().tenant, prefix=prefix, want_text=want_text)
 
     async def _open_creating(
         self, request: GenerationRequest, missing: prefix_pb2.CreatePrefixRequest, call: CallRecord
