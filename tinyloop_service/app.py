@@ -328,6 +328,8 @@ async def _close(scheduler: Scheduler) -> None:
         await asyncio.wait_for(scheduler.close(), _CLOSE_S)
     except TimeoutError:
         _log.error("the engine did not stop", waited_s=_CLOSE_S)
+    except Exception:  # callers have their last messages to come, and whoever waits for this process its status
+        _log.exception("the engine failed to close")
 
 
 def run_process(app: App, on_ready: Callable[[App], None]) -> NoReturn:

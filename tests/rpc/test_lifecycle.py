@@ -9,6 +9,7 @@ import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -334,3 +335,16 @@ async def test_watches_of_health_have_an_end_and_one_that_ends_makes_room(monkey
                     kept.append(again)
         for one in kept:
             one.cancel()
+
+
+async def test_an_engine_that_fails_to_close_takes_no_last_message_along(quiet_logs: list[dict[str, Any]]) -> None:
+    class Broken(FakeEngine):
+        def close(self) -> None:
+            raise RuntimeError("the driver is gone")
+
+    async with serving(Broken(step_s=0.002)) as served:
+        running = asyncio.create_task(refusal(served.generation.Generate(request(5, 6, max_tokens=2000))))
+        await until(lambda: served.num_open() == 1)
+        await served.app.stop(grace_s=0.0)
+        assert reason_of(await running) == ("UNAVAILABLE", "MODEL_CLOSED")
+    assert any(line["event"] == "the engine failed to close" for line in quiet_logs)
