@@ -19,7 +19,7 @@ OPS := build/ops
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo serve test check lint lint-chart chart protos locks ops-tools examples bench clean test-gpu bench-gpu sanitize-gpu
+.PHONY: help demo serve test soak fuzz check lint lint-chart chart protos locks ops-tools examples bench clean test-gpu bench-gpu sanitize-gpu
 
 help:
 	@echo "make demo    start a server with the demo model, share one prefix among 10 concurrent requests, measure it"
@@ -30,6 +30,8 @@ help:
 	@echo "make lint-chart  checkov over what the chart makes and over the Dockerfile"
 	@echo "make ops-tools  Redis, Envoy, HAProxy, promtool, helm, a browser: what tests start; make test does it where it can"
 	@echo "make examples  clients in Node, Java, C++ and Ruby, which tests run; those whose tools are there"
+	@echo "make soak    ten minutes of mixed load on a server; its report in docs/soak.md"
+	@echo "make fuzz    100 000 requests, and as many model files, that are wrong in every way (an hour)"
 	@echo "make protos  generate tinyloop_service/pb from protos/ again"
 	@echo "make chart   the chart's README and the rendered files that tests compare, again"
 	@echo "make locks   the package versions of the container image, again"
@@ -62,6 +64,13 @@ lint: $(DEV_READY)
 # The golden files are what the chart makes, which `make test` holds; helm/checkov.yaml says what is left out, and why.
 lint-chart: $(OPS)/checkov
 	$(OPS)/checkov/bin/checkov --config-file helm/checkov.yaml --file Dockerfile tests/helm/golden/*.yaml
+
+soak: $(DEV_READY)
+	$(BIN)/python tests/soak.py --report docs/soak.md
+
+fuzz: $(DEV_READY)
+	$(BIN)/python tests/fuzz_requests.py
+	$(BIN)/python tests/fuzz_model_files.py
 
 protos: $(DEV_READY)
 	$(BIN)/python protos/generate.py

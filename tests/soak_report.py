@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -31,8 +32,14 @@ class Result:
 
     @property
     def slope(self) -> Slope:
+        """Through the medians of at most 30 stretches: an allocator gives back and takes again by the second."""
         after = self.memory[int(WARM_UP * len(self.memory)) :]
-        return Slope.through([sample.at_s for sample in after], [sample.resident_mib for sample in after])
+        length = -(-len(after) // 30)
+        stretches = [after[i : i + length] for i in range(0, len(after), length)]
+        return Slope.through(
+            [stretch[0].at_s for stretch in stretches],
+            [statistics.median(sample.resident_mib for sample in stretch) for stretch in stretches],
+        )
 
     @property
     def is_flat(self) -> bool:
@@ -57,6 +64,7 @@ def write_report(result: Result, command: str, commit: str) -> str:
     server, control, late, ready = (
         [getattr(probe, f"{name}_ms") for probe in probes] for name in ("server", "control", "late", "ready")
     )
+    seconds = last.at_s - first.at_s
     over = sum(value > LIMIT_MS for value in server)
     lines = [
         "# A soak of the server",
@@ -80,7 +88,8 @@ def write_report(result: Result, command: str, commit: str) -> str:
         f"{load.prompt_tokens}, {load.cached_tokens}; {load.generated_tokens} |",
         f"| resident memory after the warm-up ({WARM_UP:.0%}) and at the end | {first.resident_mib:.0f}, "
         f"{last.resident_mib:.0f} MiB |",
-        f"| **its slope**, least squares, 95% confidence | **{result.slope}** |",
+        f"| **its slope** through medians of {seconds / result.slope.num_samples:.0f} s, 95% confidence | "
+        f"**{result.slope}** |",
         f"| open files, threads: after the warm-up and at the end | {first.num_files}, {first.num_threads}; "
         f"{last.num_files}, {last.num_threads} |",
         f"| health, {len(probes)} times: p50 / p99 / longest | {_spread(server)} ms |",
