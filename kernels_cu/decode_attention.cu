@@ -6,7 +6,8 @@
 //   q            fp16   [R][H·D]                  turned by RoPE
 //   pool         fp16   [num_pages][2·G·64·D]     pages (attention.cuh); with TL_INT8 int8 [num_pages][64·G·(2·D + 4)]
 //   tables       int32  [slots][max_layers][max_blocks]   page of a sequence's 64-token block; −1: none
-//   items        int32  [max_items][4]            slot whose table names the page, block, first entry, entries 1..64
+//   items        int32  [max_items][6]            slot whose table names the page, block, first entry, entries 1..64;
+//                                                 another slot, whose page of the block has the first n tokens too, n
 //   num_items    int32  [2]                       items, and how many of them, the first, have more than one entry
 //   entries      int32  [max_entries][2]          row, ordinal of this split among the row's, ascending from 0
 //   row_items    int32  [R]                       splits of the row
@@ -34,8 +35,8 @@
 // written before a kernel that was not launched as a dependent one.
 //
 // fp32: scores, exponents, sums, merge.  fp16: the weights that multiply V (relative to the largest of their page), and
-// a.  Bytes: each page that an item names once, as far as it is seen; partials (D + 2)·4 per row, head and split,
-// written and read once (L2).
+// a.  Bytes: each page that an item names once, as far as it is seen and not read through another (they hold the same
+// bits, so it never shows which is read); partials (D + 2)·4 per row, head and split, written and read once (L2).
 #include "decode_work.cuh"
 #include "merge_splits.cuh"
 #include "query_tiles.cuh"
@@ -64,8 +65,11 @@ struct Exchange {
 struct PageRows {
   const Piece* keys[2];
   int token[2];  // of each
-  const Piece* values;
+  const Piece* values[kTokenPieces];
 };
+
+// First of the eight tokens of a lane's piece j of Vᵀ.
+DEVICE int value_token(int j) { return 32 * j + 8 * (threadIdx.x % 4); }
 
 DEVICE PageRows page_rows(const PageHead& page) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -73,19 +77,20 @@ DEVICE PageRows page_rows(const PageHead& page) {
 #pragma unroll
   for (int u = 0; u < 2; ++u) {
     rows.token[u] = token_of_column(warp, u, g);
-    rows.keys[u] = reinterpret_cast<const Piece*>(page.keys + rows.token[u] * kHeadDim) + t;
+    const Piece* keys = reinterpret_cast<const Piece*>(page.keys + rows.token[u] * kHeadDim) + t;
+    rows.keys[u] = page.of_token(keys, rows.token[u]);
   }
-  rows.values = reinterpret_cast<const Piece*>(page.values) + value_piece(warp * kWarpDims + g, t);
+  const Piece* values = reinterpret_cast<const Piece*>(page.values) + value_piece(warp * kWarpDims + g, t);
+#pragma unroll
+  for (int j = 0; j < kTokenPieces; ++j)
+    rows.values[j] = page.of_token(values + value_piece(0, 4 * j), value_token(j));
   return rows;
 }
 
-// First of the eight tokens of a lane's piece j of Vᵀ.
-DEVICE int value_token(int j) { return 32 * j + 8 * (threadIdx.x % 4); }
-
 DEVICE void load_warp_scales(PagePieces& page, const PageHead& from, bool wanted) {
-  const int warp = threadIdx.x / 32;
-  page.keys.scales = load_scales(from.key_scales, warp, wanted);
-  page.value_scales = load_scales(from.value_scales, warp, wanted);
+  const int warp = threadIdx.x / 32, token = value_token(warp / 2);
+  page.keys.scales = load_scales(from.of_token(from.key_scales, token), warp, wanted);
+  page.value_scales = load_scales(from.of_token(from.value_scales, token), warp, wanted);
 }
 
 // Asks for everything that is seen of the settled tokens; the rest reads as zeros, whose weight is an exact zero.
@@ -105,7 +110,7 @@ DEVICE void load_page(PagePieces& page, const PageHead& from, const UnitSight& s
     const bool wanted = token < sight.settled_end && sees_some(sight.any, token, 8);
 #pragma unroll
     for (int n = 0; n < kWarpTiles; ++n)
-      page.values[n][j] = load_stream_if(rows.values + value_piece(8 * n, 4 * j), wanted);
+      page.values[n][j] = load_stream_if(rows.values[j] + value_piece(8 * n, 0), wanted);
   }
 }
 
@@ -124,8 +129,7 @@ DEVICE void load_unsettled(PagePieces& page, const PageHead& from, const UnitSig
   for (int j = 0; j < kTokenPieces; ++j)
     if (value_token(j) >= sight.settled_end && sees_some(sight.any, value_token(j), 8)) {
 #pragma unroll
-      for (int n = 0; n < kWarpTiles; ++n)
-        page.values[n][j] = load_stream(rows.values + value_piece(8 * n, 4 * j));
+      for (int n = 0; n < kWarpTiles; ++n) page.values[n][j] = load_stream(rows.values[j] + value_piece(8 * n, 0));
     }
 }
 
@@ -226,7 +230,7 @@ DEVICE void attend(const Partials& partials, Exchange& exchange, const Unit& uni
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    decode_attention(const u16* q, const Stored* pool, const i32* tables, const int4* items, const i32* num_items,
+    decode_attention(const u16* q, const Stored* pool, const i32* tables, const Item* items, const i32* num_items,
                      const uint2* all_entries, const i32* position, const i32* window, float* partial_o,
                      float2* partial_ml, i32 table_offset, i32 table_stride, i32 num_rows, i32 num_heads,
                      i32 num_kv_heads, i32 max_blocks, float scale) {
@@ -248,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     __syncthreads();  // and all know which item this is
     if (threadIdx.x == kThreads - 1) advance(progress, lists);
     const UnitSight sight = sight_of_unit(unit, entries);
-    const PageHead from = page_head(lists, unit.page);
+    const PageHead from = page_head(lists, unit);
     PagePieces page;
     load_page(page, from, sight);
     wait_once(round);

@@ -195,7 +195,7 @@ DEVICE void work_together(const Partials& partials, SharedPage& page, Entries& e
     __syncthreads();  // and all know which item this is
     if (threadIdx.x == kThreads - 1) advance(progress, lists);
     const UnitSight sight = sight_of_unit(unit, entries);
-    const PageHead from = page_head(lists, unit.page);
+    const PageHead from = page_head(lists, unit);
     copy_page(page, from, sight.any, 0, sight.settled_end);
     wait_once(round);
     if (sight.settled_end < kPageTokens) copy_page(page, from, sight.any, sight.settled_end, kPageTokens);
@@ -222,12 +222,12 @@ DEVICE void work_alone(const Partials& partials, QueryTile& tile, const Progress
     wait_once(round);
     if (!exists) continue;
     load_own_queries(tile, q, entry.row, lists.num_heads);
-    attend_alone(partials, tile, page_head(lists, unit.page), entry, lists, scale);
+    attend_alone(partials, tile, page_head(lists, unit), entry, lists, scale);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    decode_attention(const u16* q, const Stored* pool, const i32* tables, const int4* items, const i32* num_items,
+    decode_attention(const u16* q, const Stored* pool, const i32* tables, const Item* items, const i32* num_items,
                      const uint2* all_entries, const i32* position, const i32* window, float* partial_o,
                      float2* partial_ml, i32 table_offset, i32 table_stride, i32 num_rows, i32 num_heads,
                      i32 num_kv_heads, i32 max_blocks, float scale) {

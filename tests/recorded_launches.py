@@ -150,8 +150,13 @@ class Costs:
     def decode_attention(self, args: tuple[Any, ...]) -> Cost:
         q, pool, _, items, num_items = args[:5]
         read = self._download(items)[: int(self._download(num_items)[0])]
-        queries = int(read[:, 3].sum())
-        return Cost(len(read) * _page_bytes(pool), 2 * q.nbytes, 4 * queries * PAGE_TOKENS * q.shape[1])
+        queries, shared = int(read[:, 3].sum()), int((read[:, 5] // 8 * 8).sum())  # tokens read through a source
+        token_bytes = _page_bytes(pool) // PAGE_TOKENS
+        return Cost(
+            (len(read) * PAGE_TOKENS - shared) * token_bytes,
+            2 * q.nbytes + shared * token_bytes,
+            4 * queries * PAGE_TOKENS * q.shape[1],
+        )
 
     def prefill_attention(self, args: tuple[Any, ...]) -> Cost:
         """Keys and values of the longest sequence, once: every launch has but one in these benchmarks."""

@@ -18,8 +18,14 @@ struct GroupValues {
   Piece tiles[kGroupTiles][kTokenPieces];
 };
 
-// Whether the tokens of the lane's columns of step s are seen, or neighbours of theirs.
-DEVICE bool sees_columns(Sight sight, int s) { return sees_some(sight, 32 * (s / 2) + 8 * (threadIdx.x % 4), 8); }
+// First of the eight tokens of a lane's piece of V in half j of the page, and of its columns of scores.
+DEVICE int first_token(int j) { return 32 * j + 8 * (threadIdx.x % 4); }
+
+// The scales of the lane's columns of step s, if they or neighbours of theirs are seen.
+DEVICE StepScales load_columns(const PageHead& page, const uint4* scales, int s, Sight sight) {
+  const int token = first_token(s / 2);
+  return load_scales(page.of_token(scales, token), s, sees_some(sight, token, 8));
+}
 
 DEVICE void load_half_keys(HalfKeys& keys, const PageHead& page, int j, Sight sight) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -29,23 +35,23 @@ DEVICE void load_half_keys(HalfKeys& keys, const PageHead& page, int j, Sight si
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const int token = token_of_column(s, u, g);
-      const Piece* row = reinterpret_cast<const Piece*>(page.keys + token * kHeadDim) + t;
+      const Piece* row = page.of_token(reinterpret_cast<const Piece*>(page.keys + token * kHeadDim) + t, token);
 #pragma unroll
       for (int n = 0; n < kDimPieces; ++n) keys.steps[i].of[u][n] = load_stream_if(row + 4 * n, sees(sight, token));
     }
-    keys.steps[i].scales = load_scales(page.key_scales, s, sees_columns(sight, s));
+    keys.steps[i].scales = load_columns(page, page.key_scales, s, sight);
   }
 }
 
 // values: the first piece of the group's first dim.
-DEVICE void load_group_values(GroupValues& loaded, const Piece* values, Sight sight) {
+DEVICE void load_group_values(GroupValues& loaded, const PageHead& page, const Piece* values, Sight sight) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int j = 0; j < kTokenPieces; ++j) {
-    const Piece* row = values + value_piece(g, 0) + value_piece(0, 4 * j + t);
+    const Piece* row = page.of_token(values + value_piece(g, 4 * j + t), first_token(j));
 #pragma unroll
     for (int n = 0; n < kGroupTiles; ++n)
-      loaded.tiles[n][j] = load_stream_if(row + value_piece(8 * n, 0), sees_some(sight, 32 * j + 8 * t, 8));
+      loaded.tiles[n][j] = load_stream_if(row + value_piece(8 * n, 0), sees_some(sight, first_token(j), 8));
   }
 }
 
@@ -66,7 +72,7 @@ DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, const QueryTile& tile, c
   StepScores scores[kSteps] = {};
   StepScales values[kSteps];
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) values[s] = load_scales(page.value_scales, s, sees_columns(sight, s));
+  for (int s = 0; s < kSteps; ++s) values[s] = load_columns(page, page.value_scales, s, sight);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     if (!sees_half(sight, j)) continue;
@@ -86,11 +92,11 @@ DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, const QueryTile& tile, c
 }
 
 // o of a group's dims, to dims[half] where that is not null.
-DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalves>& weights, const Piece* values,
-                    Sight sight) {
+DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalves>& weights, const PageHead& page,
+                    const Piece* values, Sight sight) {
   GroupValues group;
   float o[kGroupTiles][4] = {};
-  load_group_values(group, values, sight);
+  load_group_values(group, page, values, sight);
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     if (!sees_half(sight, s / 2)) continue;
@@ -123,7 +129,7 @@ DEVICE void attend_alone(const Partials& partials, const QueryTile& tile, const 
 #pragma unroll 1
   for (int group = 0; group < 2; ++group) {
     const Piece* values = reinterpret_cast<const Piece*>(page.values) + value_piece(group * kHeadDim / 2, 0);
-    mix_own(dims, weights, values, entry.sight);
+    mix_own(dims, weights, page, values, entry.sight);
 #pragma unroll
     for (int half = 0; half < kOwnHalves; ++half)
       if (dims[half]) dims[half] += kHeadDim / 2;

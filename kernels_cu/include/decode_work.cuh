@@ -13,9 +13,13 @@ constexpr int kMaxRows = 64;
 constexpr int kTileEntries = 16 / kQueriesPerKv;  // rows of the batch in a query tile
 constexpr int kTileQueries = kTileEntries * kQueriesPerKv;
 
+struct alignas(8) Item {
+  i32 slot, block, first_entry, num_entries, source_slot, num_copied;
+};
+
 // The device's arrays, and their sizes.
 struct Lists {
-  const int4* items;
+  const Item* items;
   const uint2* entries;
   const i32* tables;  // of the layer: rows of max_blocks, table_stride apart
   const Stored* pool;
@@ -29,13 +33,14 @@ struct Batch {
 
 // Where the block is in the list of items, in shared memory.
 struct Progress {
-  int4 item;
+  Item item;
   int index, round, num_items;
 };
 
 struct Unit {
   int block, first_entry, num_entries;
   int page;  // not yet its address: nothing waits for it while the entries are read
+  int source, copied_end;  // another page that holds the tokens before copied_end, a multiple of 8, bit for bit
 };
 
 // What the unit's rows see of its page together.  The tokens before settled_end, a multiple of 8, are not of this
@@ -81,8 +86,14 @@ DEVICE void advance(Progress& progress, const Lists& lists) {
   if (progress.index < progress.num_items) progress.item = lists.items[progress.index];
 }
 
-DEVICE Unit read_unit(int4 item, const Lists& lists) {
-  return {item.y, item.z, item.w, lists.tables[item.x * lists.table_stride + item.y]};
+DEVICE Unit read_unit(const Item& item, const Lists& lists) {
+  const i32* pages = lists.tables + item.block;
+  return {item.block,
+          item.first_entry,
+          item.num_entries,
+          pages[item.slot * lists.table_stride],
+          pages[item.source_slot * lists.table_stride],
+          item.num_copied / kPieceElements * kPieceElements};
 }
 
 DEVICE Entry read_entry(int at, const Unit& unit, const Lists& lists, const Batch& batch) {
@@ -96,16 +107,30 @@ DEVICE void read_entries(Entries& entries, const Unit& unit, const Lists& lists,
   if (e < unit.num_entries) entries.of[e] = read_entry(unit.first_entry + e, unit, lists, batch);
 }
 
-// K and V of a page, of the block's K/V head, and their scales if they have any.
+// K and V of a page, of the block's K/V head, and their scales if they have any; and where its source has them.
 struct PageHead {
   const Stored *keys, *values;
   const uint4 *key_scales, *value_scales;
+  i64 to_source;  // bytes
+  int copied_end;
+
+  // `own`, an address of something of a token: where it had better be read.  Rows have copies of a page of their
+  // parent's, each its own in memory; that page itself they find in the cache.
+  template <class T>
+  DEVICE const T* of_token(const T* own, int token) const {
+    return reinterpret_cast<const T*>(reinterpret_cast<const u8*>(own) + (token < copied_end ? to_source : 0));
+  }
 };
 
-DEVICE PageHead page_head(const Lists& lists, int page) {
+DEVICE PageHead page_head(const Lists& lists, const Unit& unit) {
   const int head = blockIdx.x, num_heads = lists.num_kv_heads;
-  return {page_keys(lists.pool, page, head, num_heads), page_values(lists.pool, page, head, num_heads),
-          page_scales(lists.pool, page, head, num_heads), page_scales(lists.pool, page, num_heads + head, num_heads)};
+  const i64 page_bytes = 2 * num_heads * (kHeadElements * static_cast<i64>(sizeof(Stored)) + kHeadScaleBytes);
+  return {page_keys(lists.pool, unit.page, head, num_heads),
+          page_values(lists.pool, unit.page, head, num_heads),
+          page_scales(lists.pool, unit.page, head, num_heads),
+          page_scales(lists.pool, unit.page, num_heads + head, num_heads),
+          (unit.source - unit.page) * page_bytes,
+          unit.copied_end};
 }
 
 DEVICE UnitSight sight_of_unit(const Unit& unit, const Entries& entries) {

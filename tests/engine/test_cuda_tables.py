@@ -44,7 +44,7 @@ def read_splits(rows: list[Sequence], num_steps: int) -> list[list[tuple[int, in
     """(ordinal, owner's slot, block) of everything that each row reads, by ordinal."""
     tables = SplitTables().tables(rows, num_steps)
     result: list[list[tuple[int, int, int]]] = [[] for _ in rows]
-    for owner, block, first, count in tables.items.tolist():
+    for owner, block, first, count, _, _ in tables.items.tolist():
         for row, ordinal in tables.entries[first : first + count].tolist():
             result[row].append((ordinal, owner, block))
     assert [len(splits) for splits in result] == tables.row_items.tolist()
@@ -57,10 +57,29 @@ def test_a_shared_prefix_is_one_item_a_block() -> None:
     prefix = chains.open(130)  # two whole blocks and a part, which the rows have copies of
     rows = [chains.open(length, prefix) for length in (130, 135, 191)]
     tables = SplitTables().tables(rows, 1)
-    assert tables.items[:2].tolist() == [[prefix.slot, 0, 0, 3], [prefix.slot, 1, 3, 3]]
+    assert tables.items[:2, :4].tolist() == [[prefix.slot, 0, 0, 3], [prefix.slot, 1, 3, 3]]
     assert sorted(map(tuple, tables.items[2:, [0, 1, 3]].tolist())) == sorted((row.slot, 2, 1) for row in rows)
     shared = [(0, prefix.slot, 0), (1, prefix.slot, 1)]
     assert read_splits(rows, 1) == [[*shared, (2, row.slot, 2)] for row in rows]
+
+
+def test_copies_of_a_partial_page_name_it_and_come_first() -> None:
+    chains = Chains(9)
+    grandparent = chains.open(70)
+    parent = chains.open(100, grandparent)  # its first own block is the grandparent's last, and its own last
+    rows = [
+        chains.open(length, its) for length, its in ((70, grandparent), (180, parent), (130, parent), (101, parent))
+    ]
+    narrow, whole = chains.open(300, parent, window=64), chains.open(65, chains.open(64))
+    tables = SplitTables().tables([*rows, narrow, whole], 1)
+    named = {(slot, block): (at, source, tokens) for at, (slot, block, _, _, source, tokens) in enumerate(tables.items)}
+    copies = {key: its for key, its in named.items() if its[2]}
+    expected = {(row.slot, 1): (parent.slot, 36) for row in rows[1:]} | {(rows[0].slot, 1): (grandparent.slot, 6)}
+    assert {key: its[1:] for key, its in copies.items()} == expected
+    num_shared = np.count_nonzero(tables.items[:, 3] > 1)
+    assert sorted(its[0] for its in copies.values()) == list(range(num_shared, num_shared + 4))
+    assert copies[rows[0].slot, 1][0] == num_shared + 3, "those of one source lie side by side"
+    assert all(named[key][1] == key[0] for key in named.keys() - copies.keys()), "others are their own source"
 
 
 def test_the_splits_of_later_steps_are_there_from_the_first() -> None:

@@ -82,6 +82,18 @@ class Sequences:
         if used and self.lengths[slot] // PAGE >= self.shared:
             self._fill(self.tables[slot, LAYER, self.lengths[slot] // PAGE], slice(used, None), 300.0)
 
+    def copy_last(self, count: int) -> None:
+        """Sequence 0 ends `count` tokens into its first own page, and the others have copies of them in theirs."""
+        pages = [page_views(self.pool[page], self.kv_heads) for page in self.tables[:, LAYER, self.shared]]
+        for page in pages[1:]:
+            page.copy(pages[0], count)
+
+    def spoil_copies(self, count: int) -> None:
+        """Of all but sequence 0, the first `count` tokens of the first own page become NaN."""
+        nobodys = page_views(self._nobodys(1)[0], self.kv_heads)
+        for page in self.tables[1:, LAYER, self.shared]:
+            page_views(self.pool[page], self.kv_heads).copy(nobodys, count)
+
     def _decoded(self, page: int) -> tuple[Array, Array]:
         """K and V of a page as they are read, float64 [G, 64, D]."""
         keys, values, key_scales, value_scales, _ = read_page(self.pool[page], self.kv_heads)

@@ -37,20 +37,27 @@ class Row:
         return list(range(first, self.position // PAGE + 1))
 
 
-def work_list(rows: Sequence[Row], *, shared: int, group: int, hidden: bool) -> dict[str, Array]:
-    """Items over `rows`: of blocks < shared up to `group` rows together, of the others each row alone."""
+def work_list(
+    rows: Sequence[Row], *, shared: int, group: int, hidden: bool, copied: int = 0, copies_first: bool = True
+) -> dict[str, Array]:
+    """Items over `rows`: of blocks < shared up to `group` rows together, of the others each row alone.
+
+    The first `copied` tokens of block `shared` may be read through slot 0.
+    """
     splits = [(block, row) for row, its in enumerate(rows) for block in its.blocks(hidden=hidden)]
-    items: list[tuple[int, int, int, int]] = []
+    items: list[tuple[int, ...]] = []
     entries: list[tuple[int, int]] = []
     for block in sorted({block for block, _ in splits}):
         having = [row for at, row in splits if at == block]
         size = group if block < shared else 1
         for together in (having[i : i + size] for i in range(0, len(having), size)):
-            items.append((rows[together[0]].slot, block, len(entries), len(together)))
+            slot = rows[together[0]].slot
+            source = (0, copied) if block == shared else (slot, 0)
+            items.append((slot, block, len(entries), len(together), *source))
             entries.extend((row, rows[row].blocks(hidden=hidden).index(block)) for row in together)
-    items.sort(key=lambda item: item[3] == 1)
+    items.sort(key=lambda item: (item[3] == 1, -item[5] if copies_first else item[5]))
     num_shared = sum(item[3] > 1 for item in items)
-    items.append((99, 99, 99, 99))  # beyond num_items: never read
+    items.append((99,) * 6)  # beyond num_items: never read
     return {
         "items": np.array(items, np.int32),
         "num_items": np.array([len(items) - 1, num_shared], np.int32),
@@ -71,11 +78,12 @@ def run(
     hidden: bool = False,
     num_blocks: int | None = None,
     many: bool | None = None,
+    **copies: Any,
 ) -> Array:
     """a [rows, H·D]; q has a row for each of `rows`."""
     shape = (len(rows), sequences.heads, sequences.max_blocks)
     a = device.upload(np.full_like(q, UNWRITTEN))
-    work = work_list(rows, shared=sequences.shared, group=group, hidden=hidden)
+    work = work_list(rows, shared=sequences.shared, group=group, hidden=hidden, **copies)
     decode_attention(
         device,
         device.upload(q),
@@ -180,6 +188,28 @@ def test_a_rows_bits_do_not_depend_on_its_company(
         assert np.array_equal(few, together[first : first + len(some)]), f"{len(some)} rows alone have other bits"
     backwards = run(device, sequences, rows[::-1], np.ascontiguousarray(q[::-1]))
     assert np.array_equal(backwards[::-1], together), "the order of the rows shows"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "int8"), COMPANY)
+@pytest.mark.parametrize("copied", [5, 8, 31, 40, 63])
+def test_a_copy_may_be_read_through_its_source(
+    device: Device, copied: int, heads: int, kv_heads: int, head_dim: int, int8: bool
+) -> None:
+    """Six rows with copies of sequence 0's last page: the same bits, and of whole octets the copies are not read; in
+    whichever order they come, which may cost that."""
+    lengths = [64 + copied, *(65 + copied + more for more in (0, 1, 7, 24, 60, 90))]
+    sequences = Sequences(lengths, heads, kv_heads, head_dim, shared=1, int8=int8)
+    sequences.copy_last(copied)
+    rows = [Row(slot, lengths[slot] - 1, WINDOWS[slot % 6]) for slot in range(1, 7)]
+    q = sequences.queries(len(rows))
+    own = run(device, sequences, rows, q)
+    check(sequences, rows, q, own)
+    assert np.array_equal(run(device, sequences, rows, q, many=True, copied=copied, copies_first=False), own)
+    sequences.spoil_copies(copied // 8 * 8)
+    for many in (False, True):
+        for num_blocks in (None, 1):
+            a = run(device, sequences, rows, q, many=many, num_blocks=num_blocks, copied=copied)
+            assert np.array_equal(a, own), f"{copied} tokens read through their source give other bits"
 
 
 @FORMS

@@ -52,7 +52,8 @@ def decode_attention(
     pool        float16 [pages, 2·G·64·D]            G = num_kv_heads
                 int8 [pages, 64·G·(2·D + 4)]         likewise (page_layout.py)
     tables      int32 [slots, max_layers, max_blocks]
-    items       int32 [max_items, 4]                 slot whose table names the page, block, first entry, 1..64 entries
+    items       int32 [max_items, 6]                 slot whose table names the page, block, first entry, 1..64 entries;
+                                                     another slot, whose page of the block has the first n tokens too, n
     num_items   int32 [2]                        items, and those of more than one entry, which come first
     entries     int32 [max_entries, 2]               row, ordinal of the split among the row's, ascending from 0
     row_items   int32 [R]                            splits of the row; 0 for a padding row, whose `a` is not written
@@ -60,7 +61,8 @@ def decode_attention(
     window      int32 [R]                            0: everything is seen
     partial_o   float32 [R, H, max_blocks, D], partial_ml float32 [R, H, max_blocks, 2]: scratch
 
-    Items that many rows share come first: a block takes items in order, and shared ones cost most.  With
+    Items that many rows share come first: a block takes items in order, and shared ones cost most.  An item whose n is
+    not 0 may be read through the other slot's page, which must be the same bit for bit up to there.  With
     `dependent`, positions and all but the newest tokens' K and V must have been written before a kernel of the stream
     that was not launched as a dependent one.  For tests: `num_blocks` along the items, and the kernel for `many` rows
     for few as well; bits are the same.
@@ -73,7 +75,7 @@ def decode_attention(
         q=(q, "float16", "R, H*D"),
         pool=expected_pool(pool),
         tables=(tables, "int32", "S, L, B"),
-        items=(items, "int32", "I, 4"),
+        items=(items, "int32", "I, 6"),
         num_items=(num_items, "int32", "2"),
         entries=(entries, "int32", "N, 2"),
         row_items=(row_items, "int32", "R"),

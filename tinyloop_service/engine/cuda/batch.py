@@ -3,9 +3,12 @@
 A *split* is one page: 64 absolute positions of a cache layer.  Decoding: splits that several rows of a batch read
 through the same owner are one item with an entry for each of them, so that a shared prefix is read once.
 
-    items      (owner's slot, block, first entry, number of entries)      the most shared first
+    items      (owner's slot, block, first entry, number of entries, source's slot, tokens)   the most shared first
     entries    (row, ordinal of the split among the row's)                 of one item side by side
     row_items  splits of each row; 0 for padding
+
+The *source* of a row's copy of its parent's last page is that page, which rows off one parent can share for as many
+tokens as were copied; such items come one after the other.  All others are their own source, of 0 tokens.
 
 Prompts: a tile is at most 64 neighbouring tokens of one sequence, or of several off one parent, which then read its
 whole blocks together.
@@ -38,7 +41,7 @@ _MOST_TABLES = 8
 class AttentionTables:
     """Of one batch of decoding rows, for all steps of a plan."""
 
-    items: Ints  # (items, 4)
+    items: Ints  # (items, 6)
     entries: Ints  # (entries, 2)
     row_items: Ints  # (rows,)
 
@@ -78,13 +81,28 @@ def attention_tables(rows: Rows[Sequence], first: Ints, end: Ints) -> AttentionT
     begins_item[1:-1] = read[1:] != read[:-1]
     bounds = np.flatnonzero(begins_item)
     begins, sizes = bounds[:-1], bounds[1:] - bounds[:-1]
-    by_size = np.argsort(-sizes, kind="stable")
-    items = np.empty((len(begins), 4), np.int32)
+    items = np.zeros((len(begins), 6), np.int32)
     items[:, 0], items[:, 1] = read[begins] >> 32, block[begins] + lowest
-    items[:, 2], items[:, 3] = begins, sizes
+    items[:, 2], items[:, 3], items[:, 4] = begins, sizes, items[:, 0]
+    _name_sources(items, read[begins], rows)
+    by_size = np.lexsort((items[:, 4], -items[:, 5], -sizes))
     entries = np.empty((len(read), 2), np.int32)
     entries[:, 0], entries[:, 1] = reader, block + lowest - first[reader]
     return AttentionTables(items[by_size], entries, end - first)
+
+
+def _name_sources(items: Ints, keys: NDArray[np.int64], rows: Rows[Sequence]) -> None:
+    """Of the rows' copies, in items of these keys, which rise: owner and block."""
+    copies = [
+        (row.slot << 32 | row.start // PAGE_TOKENS, row.parent.slot, row.start % PAGE_TOKENS)
+        for row in rows
+        if row.parent is not None and row.start % PAGE_TOKENS
+    ]
+    if copies:
+        copied = np.array(copies, np.int64)
+        at = np.minimum(np.searchsorted(keys, copied[:, 0]), len(keys) - 1)
+        seen = keys[at] == copied[:, 0]  # else it lies behind the window
+        items[at[seen], 4:] = copied[seen, 1:]
 
 
 def _owners(rows: Rows[Sequence], lowest: int, highest: int) -> NDArray[np.int64]:

@@ -39,10 +39,10 @@ class BatchState:
         splits = max_rows * blocks
         self._max_rows = _aligned(max_rows)
         self._head = _ALIGNMENT + 4 * self._max_rows
-        self._entries = self._head + _aligned(4 * splits)
+        self._entries = self._head + _aligned(6 * splits)
         self.words: Array = device.zeros((self._entries + 2 * splits,), np.int32)
         self.num_items = self.words[:2]
-        self.items = self.words[self._head : self._head + 4 * splits].reshape(splits, 4)
+        self.items = self.words[self._head : self._head + 6 * splits].reshape(splits, 6)
         self.entries = self.words[self._entries :].reshape(splits, 2)
         self._there: AttentionTables | None = None  # whose items and entries are on the device
 

@@ -30,7 +30,7 @@ from tinyloop_service.kernels.sample import SamplerTables
 
 T = TypeVar("T")
 _NO_WORDS: Ints = np.zeros(0, np.int32)
-_NO_SPLITS = AttentionTables(np.zeros((0, 4), np.int32), np.zeros((0, 2), np.int32), _NO_WORDS)
+_NO_SPLITS = AttentionTables(np.zeros((0, 6), np.int32), np.zeros((0, 2), np.int32), _NO_WORDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def decode_attention(
     """Writes `a`, and the partials on the way there."""
     heads, head_dim = partial_o.shape[1], partial_o.shape[3]
     queries = q.reshape(len(q), num_kv_heads, heads // num_kv_heads, head_dim).astype(np.float32)
-    for slot, block, first, count in items[: int(num_items[0])].tolist():
+    for slot, block, first, count, *_ in items[: int(num_items[0])].tolist():  # the others only save reading
         page = read_page(pool[tables[slot, layer, block]], num_kv_heads)
         for row, ordinal in entries[first : first + count].tolist():
             at = np.arange(block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS)
