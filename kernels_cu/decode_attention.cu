@@ -61,6 +61,24 @@ struct Exchange {
   uint4 weights[kSteps][32];    // a operands of the mix
 };
 
+// A page, and where its source has the same.
+struct CopiedPage : PageHead {
+  i64 to_source;  // bytes
+  int copied_end;
+
+  // `own`, an address of something of a token: where it had better be read.  Rows have copies of a page of their
+  // parent's, each its own in memory; that page itself they find in the cache.
+  template <class T>
+  DEVICE const T* of_token(const T* own, int token) const {
+    return reinterpret_cast<const T*>(reinterpret_cast<const u8*>(own) + (token < copied_end ? to_source : 0));
+  }
+};
+
+DEVICE CopiedPage copied_page(const Lists& lists, const Unit& unit) {
+  const i64 page_bytes = 2 * lists.num_kv_heads * static_cast<i64>(kHeadElements * sizeof(Stored) + kHeadScaleBytes);
+  return {page_head(lists, unit.page), (unit.source - unit.page) * page_bytes, unit.copied_end};
+}
+
 // Where a lane's pieces begin.
 struct PageRows {
   const Piece* keys[2];
@@ -71,7 +89,7 @@ struct PageRows {
 // First of the eight tokens of a lane's piece j of Vᵀ.
 DEVICE int value_token(int j) { return 32 * j + 8 * (threadIdx.x % 4); }
 
-DEVICE PageRows page_rows(const PageHead& page) {
+DEVICE PageRows page_rows(const CopiedPage& page) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   PageRows rows;
 #pragma unroll
@@ -87,14 +105,14 @@ DEVICE PageRows page_rows(const PageHead& page) {
   return rows;
 }
 
-DEVICE void load_warp_scales(PagePieces& page, const PageHead& from, bool wanted) {
+DEVICE void load_warp_scales(PagePieces& page, const CopiedPage& from, bool wanted) {
   const int warp = threadIdx.x / 32, token = value_token(warp / 2);
   page.keys.scales = load_scales(from.of_token(from.key_scales, token), warp, wanted);
   page.value_scales = load_scales(from.of_token(from.value_scales, token), warp, wanted);
 }
 
 // Asks for everything that is seen of the settled tokens; the rest reads as zeros, whose weight is an exact zero.
-DEVICE void load_page(PagePieces& page, const PageHead& from, const UnitSight& sight) {
+DEVICE void load_page(PagePieces& page, const CopiedPage& from, const UnitSight& sight) {
   const PageRows rows = page_rows(from);
   const int scaled = value_token(threadIdx.x / 32 / 2);
   load_warp_scales(page, from, scaled < sight.settled_end && sees_some(sight.any, scaled, 8));
@@ -115,7 +133,7 @@ DEVICE void load_page(PagePieces& page, const PageHead& from, const UnitSight& s
 }
 
 // Asks for what was left out.
-DEVICE void load_unsettled(PagePieces& page, const PageHead& from, const UnitSight& sight) {
+DEVICE void load_unsettled(PagePieces& page, const CopiedPage& from, const UnitSight& sight) {
   const PageRows rows = page_rows(from);
   const int scaled = value_token(threadIdx.x / 32 / 2);
   if (scaled >= sight.settled_end && sees_some(sight.any, scaled, 8)) load_warp_scales(page, from, true);
@@ -252,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     __syncthreads();  // and all know which item this is
     if (threadIdx.x == kThreads - 1) advance(progress, lists);
     const UnitSight sight = sight_of_unit(unit, entries);
-    const PageHead from = page_head(lists, unit);
+    const CopiedPage from = copied_page(lists, unit);
     PagePieces page;
     load_page(page, from, sight);
     wait_once(round);

@@ -3,41 +3,48 @@
 //
 // Items of several rows come first.  Their unit is an item and a K/V head, by 4 warps: the page, as far as any row sees
 // it, goes to shared memory once, and each warp attends tiles of 16 queries of its own, all of the page and all output
-// dims (softmax and sums stay in its registers, where levels become halves as well).  Then, four at a time, items of one row, one a warp
-// (decode_alone.cuh).
+// dims (softmax and sums stay in its registers, where levels become halves as well).  Then, four at a time, items of
+// one row, one a warp (decode_alone.cuh); what the four have copies of, as rows off one prefix do of its last page, goes
+// to shared memory once, out of that page.
 //
 //   work      0 …………………………… num_shared ……………………………………………… num_shared + ⌈(num_items − num_shared)/4⌉
 //   items     0 …………………………… num_shared  + 4  + 8 …………………… num_items
 //
-// Before the previous kernel ends, a block asks for the page of its first unit, as in decode_attention.cu; a warp alone
-// reads nothing but lists.
+// Before the previous kernel ends, a block asks for the page of its first unit, as in decode_attention.cu, or for what
+// its warps have copies of; what is a warp's alone comes later.
 //
-// Shared memory: a page of a K/V head as it is stored, 256·D bytes or half of that, and four tiles of queries.  Bytes
+// Shared memory: a page of a K/V head as it is stored, 256·D bytes or half of that, and four rows' queries.  Bytes
 // moved: as decode_attention.cu.
 #include "decode_alone.cuh"
 #include "decode_work.cuh"
-#include "query_tiles.cuh"
+#include "shared_page.cuh"
 
 constexpr int kBlocksPerSm = 4;
-constexpr int kHeadPieces = kHeadElements / kPieceElements;  // of K, and of V
 
-struct SharedPage : SharedScales {
-  alignas(16) Piece keys[kPageTokens][kRowPieces];
-  SharedValues<> values;
+// A shared unit's page, or what warps alone have copies of; and the queries of these.
+struct SideBySide {
+  SharedPage page;
+  OwnQueries queries[kWarps];
 };
 
-// Where a token has a piece.  Lanes read four pieces of several tokens at once, which must not meet in a bank: of halves
-// those of two neighbours, of levels those of tokens n, n + 1, n + 8 and n + 9.
-DEVICE int place_of_key(int token, int piece) {
-  if (kCopyPieces == 1) return piece ^ (token % 2 * 4);
-  const int nth = token % 2 + token / 8 % 2 * 2;
-  return piece ^ ((kHeadDim == 128 ? nth : nth / 2) * 4);  // two rows of 64 bytes lie apart anyway
-}
-
-union Shared {
-  SharedPage page;          // of a shared unit
-  QueryTile tiles[kWarps];  // of warps alone
+// Without copies: 15 or 16 heads of 128 halves do not fit beside a page.
+union TakingTurns {
+  SharedPage page;
+  OwnQueries queries[kWarps];
 };
+
+template <bool kCopies>
+struct SharedOf {
+  typedef SideBySide type;
+};
+
+template <>
+struct SharedOf<false> {
+  typedef TakingTurns type;
+};
+
+constexpr bool kCopies = sizeof(SideBySide) + sizeof(Entries) + sizeof(Batch) + sizeof(Progress) <= 48 * 1024;
+typedef SharedOf<kCopies>::type Shared;
 
 // A lane's queries of a tile.
 struct HeldQueries {
@@ -45,35 +52,6 @@ struct HeldQueries {
 
   DEVICE QueryPieces piece(int j) const { return pieces[j]; }
 };
-
-// 16 bytes.
-DEVICE void copy_if(void* shared, const void* global, bool wanted, u64 policy) {
-  if (wanted)
-    cp_async16(shared, global, policy);
-  else
-    *static_cast<uint4*>(shared) = no_piece();
-}
-
-// Asks for tokens first ≤ token < end of a page, both multiples of 8; what nobody sees becomes zeros.
-DEVICE void copy_page(SharedPage& page, const PageHead& from, Sight any, int first, int end) {
-  const u64 policy = cache_policy(false);
-#pragma unroll
-  for (int i = threadIdx.x; i < kHeadPieces / kCopyPieces; i += kThreads) {
-    const int at = i * kCopyPieces, token = at / kRowPieces;
-    if (token >= first && token < end)
-      copy_if(&page.keys[token][place_of_key(token, at % kRowPieces)], from.keys + 8 * at, sees(any, token), policy);
-  }
-#pragma unroll
-  for (int i = threadIdx.x; i < kHeadPieces / kCopyPieces; i += kThreads) {
-    const int at = i * kCopyPieces, token = at / kHeadDim * kPieceElements;
-    if (token >= first && token < end)
-      copy_if(&page.values.of_piece(at), from.values + 8 * at, sees_some(any, token, 8), policy);
-  }
-  page.copy_scales(from.key_scales, from.value_scales, [&](uint4* shared, const uint4* scales, int token) {
-    if (token >= first && token < end) cp_async16(shared, scales, sees_some(any, token, 8));  // ptx.cuh says why
-  });
-  cp_async_commit();
-}
 
 DEVICE void read_keys(StepKeys& keys, const SharedPage& page, int s) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -112,11 +90,6 @@ DEVICE void weigh_tile(PageWeights<2>& weights, const HeldQueries& held, const Q
     score(scores[s], held, keys);
   }
   weigh_page(weights, scores, sights, values, scale);
-}
-
-DEVICE const Piece& value_piece(const SharedPage& page, int group, int n, int j) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, dim = 8 * (group * kGroupTiles + n) + g;
-  return page.values.of(dim, 4 * j + t);
 }
 
 // Levels in pairs of words, as they lie: a word at a time they would meet in banks.
@@ -195,7 +168,7 @@ DEVICE void work_together(const Partials& partials, SharedPage& page, Entries& e
     __syncthreads();  // and all know which item this is
     if (threadIdx.x == kThreads - 1) advance(progress, lists);
     const UnitSight sight = sight_of_unit(unit, entries);
-    const PageHead from = page_head(lists, unit);
+    const PageHead from = page_head(lists, unit.page);
     copy_page(page, from, sight.any, 0, sight.settled_end);
     wait_once(round);
     if (sight.settled_end < kPageTokens) copy_page(page, from, sight.any, sight.settled_end, kPageTokens);
@@ -204,25 +177,26 @@ DEVICE void work_together(const Partials& partials, SharedPage& page, Entries& e
   }
 }
 
-// Items of one row, from `num_shared` on.
-DEVICE void work_alone(const Partials& partials, QueryTile& tile, const Progress& progress, int num_items, const u16* q,
+// Items of one row, from `num_shared` on.  Those of one source are neighbours: what its first warp's page is a copy of
+// goes to shared memory for all four.
+DEVICE void work_alone(const Partials& partials, Shared& shared, const Progress& progress, int num_items, const u16* q,
                        const Lists& lists, const Batch& batch, float scale) {
-  const int num_shared = progress.num_items;
+  const int num_shared = progress.num_items, warp = threadIdx.x / 32;
   int round = progress.round, index = progress.index;
 #pragma unroll 1
   for (; num_shared + (index - num_shared) * kWarps < num_items; index = index_of_round(++round)) {
-    const int item = num_shared + (index - num_shared) * kWarps + threadIdx.x / 32;
-    const bool exists = item < num_items;
-    Unit unit = {};
-    Entry entry = {};
-    if (exists) {
-      unit = read_unit(lists.items[item], lists);
-      entry = read_entry(unit.first_entry, unit, lists, batch);
-    }
+    const int first = num_shared + (index - num_shared) * kWarps, item = first + warp;
+    const Unit lead = read_unit(lists.items[first], lists);
+    const Unit unit = read_unit(lists.items[min(item, num_items - 1)], lists);
+    Entry entry = read_entry(unit.first_entry, unit, lists, batch);
+    if (item >= num_items) entry.sight = {0, 0};
+    __syncthreads();  // nobody still reads the page
+    if (kCopies) copy_first(shared.page, page_head(lists, lead.source), lead.copied_end);
     wait_once(round);
-    if (!exists) continue;
-    load_own_queries(tile, q, entry.row, lists.num_heads);
-    attend_alone(partials, tile, page_head(lists, unit), entry, lists, scale);
+    load_own_queries(shared.queries[warp], q, entry.row, lists.num_heads);
+    const int copied_end = kCopies && unit.source == lead.source ? min(unit.copied_end, lead.copied_end) : 0;
+    const OwnPage own = {shared.page, page_head(lists, unit.page), copied_end};
+    attend_alone(partials, shared.queries[warp], own, entry, item < num_items, lists, scale);
   }
 }
 
@@ -243,6 +217,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   read_batch(batch, position, window, num_rows);
   __syncthreads();
   work_together(partials, shared.page, entries, progress, q, lists, batch, scale);
-  work_alone(partials, shared.tiles[threadIdx.x / 32], progress, num_all, q, lists, batch, scale);
+  work_alone(partials, shared, progress, num_all, q, lists, batch, scale);
   if (blockIdx.y == 0) dependency_wait();  // a kernel without items, too, ends after the one before it
 }

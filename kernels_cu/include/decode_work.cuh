@@ -107,30 +107,16 @@ DEVICE void read_entries(Entries& entries, const Unit& unit, const Lists& lists,
   if (e < unit.num_entries) entries.of[e] = read_entry(unit.first_entry + e, unit, lists, batch);
 }
 
-// K and V of a page, of the block's K/V head, and their scales if they have any; and where its source has them.
+// K and V of a page, of the block's K/V head, and their scales if they have any.
 struct PageHead {
   const Stored *keys, *values;
   const uint4 *key_scales, *value_scales;
-  i64 to_source;  // bytes
-  int copied_end;
-
-  // `own`, an address of something of a token: where it had better be read.  Rows have copies of a page of their
-  // parent's, each its own in memory; that page itself they find in the cache.
-  template <class T>
-  DEVICE const T* of_token(const T* own, int token) const {
-    return reinterpret_cast<const T*>(reinterpret_cast<const u8*>(own) + (token < copied_end ? to_source : 0));
-  }
 };
 
-DEVICE PageHead page_head(const Lists& lists, const Unit& unit) {
+DEVICE PageHead page_head(const Lists& lists, int page) {
   const int head = blockIdx.x, num_heads = lists.num_kv_heads;
-  const i64 page_bytes = 2 * num_heads * (kHeadElements * static_cast<i64>(sizeof(Stored)) + kHeadScaleBytes);
-  return {page_keys(lists.pool, unit.page, head, num_heads),
-          page_values(lists.pool, unit.page, head, num_heads),
-          page_scales(lists.pool, unit.page, head, num_heads),
-          page_scales(lists.pool, unit.page, num_heads + head, num_heads),
-          (unit.source - unit.page) * page_bytes,
-          unit.copied_end};
+  return {page_keys(lists.pool, page, head, num_heads), page_values(lists.pool, page, head, num_heads),
+          page_scales(lists.pool, page, head, num_heads), page_scales(lists.pool, page, num_heads + head, num_heads)};
 }
 
 DEVICE UnitSight sight_of_unit(const Unit& unit, const Entries& entries) {

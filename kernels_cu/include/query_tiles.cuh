@@ -8,18 +8,22 @@
 
 constexpr int kRowPieces = kHeadDim / 8;  // pieces of a query, and of a token's K
 
-struct QueryTile {
-  uint4 rows[16][kRowPieces];
+template <int kRows>
+struct QueryRows {
+  uint4 rows[kRows][kRowPieces];
 };
+
+typedef QueryRows<16> QueryTile;
 
 DEVICE int place_of_piece(int row, int piece) { return piece ^ (row % 2 * 4); }
 
-// A tile as `score` reads it.  kHalves is 1 where only rows 0..7 exist.
-template <int kHalves>
+// A tile as `score` reads it; rows past the last repeat it.  kHalves is 1 where only rows 0..7 exist.
+template <int kHalves, int kRows = 16>
 struct TileQueries {
-  const QueryTile& tile;
+  const QueryRows<kRows>& tile;
 
-  DEVICE const uint4& of_row(int row, int j) const {
+  DEVICE const uint4& of_row(int tile_row, int j) const {
+    const int row = kRows < 8 * kHalves ? min(tile_row, kRows - 1) : tile_row;
     return tile.rows[row][place_of_piece(row, 4 * j + threadIdx.x % 4)];
   }
   DEVICE QueryPieces piece(int j) const {
