@@ -71,10 +71,10 @@ DEVICE void read_half_keys(HalfKeys& keys, const SharedPage& page, int j, Sight 
   }
 }
 
-// All that is seen of a group's values.
+// Asks for what is seen of a group's values.
 DEVICE void load_group_values(GroupValues& loaded, const OwnPage& page, int group, Sight sight) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  const Sight own = page.of_own(sight), copied = page.of_copied(sight);
+  const Sight own = page.of_own(sight);
   const Piece* values = reinterpret_cast<const Piece*>(page.own.values) + value_piece(group * kHeadDim / 2 + g, t);
 #pragma unroll
   for (int j = 0; j < kTokenPieces; ++j)
@@ -82,6 +82,11 @@ DEVICE void load_group_values(GroupValues& loaded, const OwnPage& page, int grou
     for (int n = 0; n < kGroupTiles; ++n)
       loaded.tiles[n][j] = load_stream_if(values + value_piece(8 * n, 4 * j), sees_some(own, first_token(j), 8));
   __syncwarp();  // all of them are under way
+}
+
+// And what is seen of what is in shared memory.
+DEVICE void read_group_values(GroupValues& loaded, const OwnPage& page, int group, Sight sight) {
+  const Sight copied = page.of_copied(sight);
 #pragma unroll
   for (int j = 0; j < kTokenPieces; ++j)
     if (sees_some(copied, first_token(j), 8)) {
@@ -103,8 +108,8 @@ DEVICE void load_own_queries(OwnQueries& held, const u16* q, int row, int num_he
 
 // The second half of the page comes first: it is what the row has of its own where it has copies, and is under way while
 // the queries and the copies come.  All warps of a block do this together.
-DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, const OwnQueries& queries, const OwnPage& page, Sight sight,
-                      float scale) {
+DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, GroupValues& group, const OwnQueries& queries,
+                      const OwnPage& page, Sight sight, float scale) {
   const Sight own = page.of_own(sight), copied = page.of_copied(sight);
   StepScores scores[kSteps] = {};
   StepScales values[kSteps];
@@ -128,6 +133,7 @@ DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, const OwnQueries& querie
     for (int i = 0; i < kHalfSteps; ++i)
       score(scores[kHalfSteps * j + i], TileQueries<kOwnHalves, kQueriesPerKv>{queries}, keys.steps[i]);
   }
+  load_group_values(group, page, 0, sight);  // in time
   Sight sights[kOwnHalves];
   for (Sight& of_half : sights) of_half = sight;
   weigh_page(weights, scores, sights, values, scale);
@@ -135,10 +141,9 @@ DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, const OwnQueries& querie
 
 // o of a group's dims, to dims[half] where that is not null.
 DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalves>& weights, const OwnPage& page,
-                    int group, Sight sight) {
-  GroupValues values;
+                    GroupValues& values, int group, Sight sight) {
   float o[kGroupTiles][4] = {};
-  load_group_values(values, page, group, sight);
+  read_group_values(values, page, group, sight);
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     if (!sees_half(sight, s / 2)) continue;
@@ -162,7 +167,8 @@ DEVICE void attend_alone(const Partials& partials, const OwnQueries& queries, co
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   PageWeights<kOwnHalves> weights;
   float* dims[kOwnHalves];  // null: no head
-  weigh_own(weights, queries, page, entry.sight, scale);
+  GroupValues values;
+  weigh_own(weights, values, queries, page, entry.sight, scale);
 #pragma unroll
   for (int half = 0; half < kOwnHalves; ++half) {
     const int nth = g + 8 * half, head = static_cast<int>(blockIdx.x) * kQueriesPerKv + nth;
@@ -170,6 +176,9 @@ DEVICE void attend_alone(const Partials& partials, const OwnQueries& queries, co
     if (query.exists && t == 0) partials.ml[split_of(query, lists)] = weights.ml[half];
     dims[half] = query.exists ? output_of(partials, query, lists) + 2 * t : nullptr;
   }
-#pragma unroll 1
-  for (int group = 0; group < 2; ++group) mix_own(dims, weights, page, group, entry.sight);
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+    if (group > 0) load_group_values(values, page, group, entry.sight);
+    mix_own(dims, weights, page, values, group, entry.sight);
+  }
 }
