@@ -106,6 +106,5 @@ def _print(report: Report) -> None:
     output.out.print()
     output.out.print(table)
     note = "; ≈ scaled from the measured requests" if report.no_cache_scaled else ""
-    output.out.print(
-        f"\n{report.new_tokens} new tokens a request, medians of {report.rounds} rounds{note}", style="dim"
-    )
+    made = f"medians of {report.rounds} rounds" if report.rounds > 1 else "one round"
+    output.out.print(f"\n{report.new_tokens} new tokens a request, {made}{note}", style="dim")

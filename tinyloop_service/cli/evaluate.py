@@ -133,7 +133,7 @@ def evaluate(
     if as_json:
         output.print_json(facts)
     else:
-        output.out.print(render(report))
+        output.print_table(render(report))
         output.out.print(f"\n{facts['seconds']:.0f} s on {facts['machine']}", style="dim")
 
 

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -86,7 +86,7 @@ def print_facts(facts: Mapping[str, object]) -> None:
             out.print(Text("  ").join(cells))
 
 
-def print_table(table: Table) -> None:
+def print_table(table: Table | Group) -> None:
     """As wide as the terminal; where there is none, a row stays one line, for grep."""
     console = out if out.is_terminal else Console(width=UNBROKEN, highlight=False)
     console.print(table)

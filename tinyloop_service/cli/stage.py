@@ -86,18 +86,20 @@ def print_outcome(outcome: Outcome, max_tokens: int) -> None:
             Text.assemble(
                 ("Tokens of both ways: ", "dim"), (alike, "green" if outcome.num_alike == requests else "red")
             ),
-            *(Text(line, style="dim") for line in _how_to_read(outcome, max_tokens)),
         )
     )
+    output.print_facts(_how_to_read(outcome, max_tokens))
     output.out.print()
 
 
-def _how_to_read(outcome: Outcome, max_tokens: int) -> Iterator[str]:
+def _how_to_read(outcome: Outcome, max_tokens: int) -> dict[str, str]:
     requests = len(outcome.shared.answers)
-    yield f"NO_CACHE   each request prefills its whole prompt, one after the other; up to {max_tokens} new tokens each"
-    yield f"SHARED     one prefill ({outcome.shared.build_ms:.0f} ms, included in the total), then all requests at once"
-    yield f"predicted  (P + D) / (P/{requests} + D) with P = the prefill, D = a lone request after its first token:"
-    yield "           what the saved prefills are worth alone; decoding together is what exceeds it"
+    return {
+        "NO_CACHE": f"each request prefills its whole prompt, one after the other; up to {max_tokens} new tokens each",
+        "SHARED": f"one prefill ({outcome.shared.build_ms:.0f} ms, included in the total), then all requests at once",
+        "predicted": f"(P + D) / (P/{requests} + D) with P = the prefill, D = a lone request after its first token: "
+        "what the saved prefills are worth alone; decoding together is what exceeds it",
+    }
 
 
 def _lines(outcome: Outcome) -> Iterator[tuple[str, str, str]]:

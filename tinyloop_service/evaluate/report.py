@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -46,29 +47,33 @@ def render(report: Report) -> Group:
             quality = rows[0].quality
             facts = f"{quality.num_bytes} bytes, {quality.num_tokens} tokens"
             weights = f", weights of {report.reference}" if span == "second half" else ""
-            parts += [Text.assemble((HEADINGS[span], "bold"), f": {facts}{weights}"), _table(report, rows), Text()]
+            parts += [Text.assemble((HEADINGS[span], "bold"), f": {facts}{weights}"), *_blocks(report, rows), Text()]
     return Group(*parts, *(Text(sentence) for sentence in growth_sentences(report)))
 
 
-def _table(report: Report, rows: tuple[Row, ...]) -> Table:
-    """A column a depth; a block of lines a measure."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("")
-    for index, depth in enumerate(report.depths):
-        table.add_column(str(depth) if index else f"L = {depth}", justify="right", min_width=7)
+def _blocks(report: Report, rows: tuple[Row, ...]) -> Iterator[RenderableType]:
+    """A title and a table for each measure, a column a depth; columns are below each other."""
     others = tuple(row for row in rows if not row.is_reference)
+    labels = max(len(label(row)) for row in rows)
 
-    def block(title: str, lines: tuple[Row, ...], cells: Callable[[Row], list[Text]]) -> None:
-        if lines:
-            table.add_row(Text(title, style="dim"))
+    def block(title: str, lines: tuple[Row, ...], cells: Callable[[Row], list[Text]]) -> Iterator[RenderableType]:
+        if not lines:
+            return
+        yield Text(title, style="dim")
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("", min_width=labels + 2)
+        for index, depth in enumerate(report.depths):
+            table.add_column(str(depth) if index else f"L = {depth}", justify="right", min_width=9, no_wrap=True)
         for row in lines:
-            table.add_row(f"  {label(row)}", *cells(row))
+            table.add_row(Padding(label(row), (0, 0, 0, 2)), *cells(row))
+        yield table
 
-    block("bits per byte", rows, lambda row: [Text(f"{bits:.4f}") for bits in row.quality.bits_per_byte])
-    block("added to the reference's, ± standard error", others, _added)
-    block("top-1 agreement with the reference", others, lambda row: [Text(percent(a)) for a in row.quality.agreement])
-    block("state's distance from the reference's", others, lambda row: _distances(report, row))
-    return table
+    yield from block("bits per byte", rows, lambda row: [Text(f"{bits:.4f}") for bits in row.quality.bits_per_byte])
+    yield from block("added to the reference's, ± standard error", others, _added)
+    yield from block(
+        "top-1 agreement with the reference", others, lambda row: [Text(percent(a)) for a in row.quality.agreement]
+    )
+    yield from block("state's distance from the reference's", others, lambda row: _distances(report, row))
 
 
 def _added(row: Row) -> list[Text]:
