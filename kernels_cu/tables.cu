@@ -1,6 +1,6 @@
 // tables: what a plan changes in the per-sequence tables of the device.
 //
-//   write_words   words[index] = value                     for every (index, value); an index comes once
+//   write_words   words[index] = value                     for every (index, value); an index comes once, or with one value
 //   copy_rows     table[target] = table[source]            for every (target, source); no target is a source
 //
 //   words     int32  [W]        any table of 32-bit integers, flat

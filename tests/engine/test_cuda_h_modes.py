@@ -327,7 +327,7 @@ def test_a_plan_that_fails_while_it_is_launched_has_moved(moves: list[int]) -> N
     driver = Driver(engine_with("emulated", 10, device))
     staying = crowd(driver)
     expected = drawn_of(driver, staying)
-    device.refused = "write_words"
+    device.refused = "fill"
     lose_a_plan(driver, "refused")
     assert len(moves) == 1 and not device.refused
     assert drawn_of(driver, staying) == expected

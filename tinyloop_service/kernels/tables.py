@@ -11,7 +11,7 @@ _THREADS = 256
 
 
 def write_words(device: Device, words: Array, updates: Array) -> None:
-    """words[index] = value for every row (index, value) of updates; indices differ.
+    """words[index] = value for every row (index, value) of updates; indices differ, or values are equal.
 
     words int32 [W], updates int32 [n, 2].
     """

@@ -102,14 +102,17 @@ class Machine:
             hidden.rebuild(rebuild, flight.staging)
 
     def _run_prompt(self, work: PromptWork, flight: Flight) -> None:
-        there, schedule = flight.staging.there, self.decoder.schedule(work.shape.loops)
-        flight.staging.copy_to(self.prompt.tables, work.tables)
-        self.prompt.run(work.shape, schedule)
-        for slot, row in work.kept:
-            self.prompt.finish(there(row), schedule, self.arena.outputs[slot : slot + 1])
-        for draw in work.draws:
-            self.prompt.finish(there(draw.index), schedule, self.decoder.y[: draw.index.size])
-            self._draw(draw.batch, flight)
+        prompt, shape, schedule = self.prompt, work.shape, self.decoder.schedule(work.shape.loops)
+        flight.staging.copy_to(prompt.tables, work.tables)
+        prompt.run(shape, schedule)
+        for at, slot in enumerate(work.kept):
+            prompt.finish(prompt.last(shape, at, 1), schedule, self.arena.outputs[slot : slot + 1])
+        at = len(work.kept)
+        for batch in work.draws:
+            count = len(batch.sequences)
+            prompt.finish(prompt.last(shape, at, count), schedule, self.decoder.y[:count])
+            self._draw(batch, flight)
+            at += count
 
     def _run_decode(self, work: DecodeWork, flight: Flight) -> None:
         decoder = self.decoder

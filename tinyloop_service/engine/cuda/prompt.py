@@ -1,7 +1,7 @@
 """Prompt tokens: any mix of chunks of one depth as one matrix through the schedule, with fp16 products by cuBLAS.
 
-    embed → per layer: fold_norm, q, K and V into pages (`projection.py`), prefill_attention, o,
-                       fold_norm, gate|up, swiglu, down
+    write_words, embed → per layer: fold_norm, q, K and V into pages (`projection.py`), prefill_attention, o,
+                                    fold_norm, gate|up, swiglu, down
 
 The residual stream is fp32, and products of o and down are added to it in place ("sandwich": they come apart, for they
 go through a norm of their own).  Rows are padded to a multiple of 64.  How many rows cuBLAS is given, so that a row's
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from tinyloop_service.kernels.embed import embed_prompt, gather_rows
 from tinyloop_service.kernels.norm import fold_norm
 from tinyloop_service.kernels.prefill_attention import prefill_attention
 from tinyloop_service.kernels.swiglu import swiglu
+from tinyloop_service.kernels.tables import write_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,9 @@ class PassShape:
 
     @property
     def words(self) -> int:
-        """Of a pass's tables, one after the other: ids, slots (−1: padding), positions [rows]; tiles [tiles, 6]."""
-        return 3 * self.rows + 6 * self.tiles
+        """Of a pass's tables, one after the other: ids, slots (−1: padding), positions [rows]; tiles [tiles, 6];
+        written [rows, 2]: (index, value) of words of the arena, so that they need no launch of their own."""
+        return 5 * self.rows + 6 * self.tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class _Tables:
     ids: Array  # int32 [rows]
     tokens: Tokens
     tiles: Array  # int32 [tiles, 6]
+    written: Array  # int32 [rows, 2]
 
 
 class PromptPass:
@@ -76,7 +80,7 @@ class PromptPass:
         self._device, self._model, self._arena, self._projection = device, model, arena, projection
         self.max_rows, self.products = rows, products
         self._graphs: Graphs[PassShape] = Graphs(device)
-        self.tables: Array = device.zeros((9 * rows,), np.int32)
+        self.tables: Array = device.zeros((12 * rows,), np.int32)  # a pass's, and the rows whose output is wanted
         self._x = device.zeros((rows, spec.d_model), np.float32)
         self._injected = device.zeros((rows, spec.d_model), np.float32) if spec.inject == "add" else None
         sandwich = spec.norm_placement == "sandwich"
@@ -94,6 +98,11 @@ class PromptPass:
         """Rows of a pass of so many tokens."""
         return -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE
 
+    @staticmethod
+    def written(shape: PassShape, tables: Any) -> Any:
+        """The part of a pass's tables of that name, [rows, 2], here or on the device."""
+        return tables[shape.words - 2 * shape.rows : shape.words].reshape(shape.rows, 2)
+
     def capture_common(self, schedule: Schedule, loops: int, captured: Callable[[int, int], None]) -> None:
         """Graphs of passes of one chunk, or of suffixes off one prefix; `captured` hears how many, of how many."""
         counts = range(ROW_MULTIPLE, self.max_rows + 1, ROW_MULTIPLE)
@@ -109,6 +118,7 @@ class PromptPass:
     def launch(self, shape: PassShape, schedule: Schedule) -> None:
         """The same, launch by launch."""
         rows, tables = shape.rows, self._cut(shape)
+        write_words(self._device, self._arena.words, tables.written)
         self.begin(tables.ids)
         apart = None
         for layer in schedule.layers:
@@ -123,6 +133,11 @@ class PromptPass:
     def begin(self, ids: Array) -> None:
         """The stream of tokens int32 [rows], before the first layer."""
         embed_prompt(self._device, self._model.embed, ids, self._x[: ids.shape[0]])
+
+    def last(self, shape: PassShape, at: int, count: int) -> Array:
+        """Rows whose output is wanted, int32 [count]: they lie behind the tables of their pass."""
+        rows: Array = self.tables[shape.words + at : shape.words + at + count]
+        return rows
 
     def finish(self, index: Array, schedule: Schedule, y: Array) -> None:
         """The final norm of the rows index int32 [n] of the last pass → y fp16 [n, d_model]."""
@@ -159,8 +174,8 @@ class PromptPass:
 
     def _cut(self, shape: PassShape) -> _Tables:
         ids, slots, positions = (self.tables[i * shape.rows : (i + 1) * shape.rows] for i in range(3))
-        tiles = self.tables[3 * shape.rows : shape.words].reshape(shape.tiles, 6)
-        return _Tables(ids, Tokens(slots, positions), tiles)
+        tiles = self.tables[3 * shape.rows : 3 * shape.rows + 6 * shape.tiles].reshape(shape.tiles, 6)
+        return _Tables(ids, Tokens(slots, positions), tiles, self.written(shape, self.tables))
 
     def _attend(self, rows: int, tables: _Tables, layer: Layer) -> None:
         spec, arena, tokens, q = self._model.spec, self._arena, tables.tokens, self._q[:rows]

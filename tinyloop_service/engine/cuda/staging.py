@@ -63,9 +63,9 @@ class Staging:
         return section
 
     def set_aside(self, size: int) -> tuple[Ints, Aside]:
-        """A vector to be filled, before anything else is collected."""
+        """A vector to be filled, before anything else is collected; later `words` finds it."""
         aside = Aside(self._aside.take(size), size)
-        return self._words(aside), aside
+        return self.words(aside), aside
 
     def put_aside(self, values: Ints) -> Aside:
         """The same, filled with a C-contiguous copy of `values`."""
@@ -90,13 +90,14 @@ class Staging:
 
     def copy_to(self, target: Array, aside: Aside) -> None:
         """Copy what was set aside to the beginning of `target`, an int32 vector."""
-        self._device.copy_in(target[: aside.size], self._words(aside))
+        self._device.copy_in(target[: aside.size], self.words(aside))
 
     def _views(self) -> dict[int, Array]:
         words = self._device.empty((self._sent.host.size,), np.int32)
         return {width: words.reshape(-1, width) if width > 1 else words for width in _WIDTHS}
 
-    def _words(self, aside: Aside) -> Ints:
+    def words(self, aside: Aside) -> Ints:
+        """What was set aside, where it is until anything else is collected."""
         return self._aside.host[aside.offset : aside.offset + aside.size]
 
 

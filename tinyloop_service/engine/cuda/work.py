@@ -30,6 +30,7 @@ from tinyloop_service.kernels.sample import SamplerTables
 
 T = TypeVar("T")
 _NO_WORDS: Ints = np.zeros(0, np.int32)
+_NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 _NO_SPLITS = AttentionTables(np.zeros((0, 6), np.int32), np.zeros((0, 2), np.int32), _NO_WORDS)
 
 
@@ -52,12 +53,12 @@ class FirstWork:
 
 @dataclass(frozen=True, slots=True)
 class PromptWork:
-    """Chunks of one depth.  Indices are rows of the pass."""
+    """Chunks of one depth."""
 
     shape: PassShape
-    tables: Aside  # as PassShape.words says
-    draws: tuple[FirstWork, ...]
-    kept: tuple[tuple[int, Section], ...]  # (slot, index [1]) of prefixes that are complete
+    tables: Aside  # as PassShape.words says, and behind them rows of the pass: of those in `kept`, then of `draws`
+    kept: tuple[int, ...]  # slots of prefixes that are complete
+    draws: tuple[Batch, ...]  # that draw their first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Work:
     saved: tuple[SaveWork, ...]
     poisoned: Section  # pages [n]
     copied: Section  # (target, source) [n, 2] rows of the page tables
-    written: Section  # (index, value) [n, 2] of the arena's words
+    written: Section  # (index, value) [n, 2] of the arena's words; empty where a pass does it
     zeroed: Section  # pages [n]
     restored: tuple[RestoreWork, ...]
     stored: StoredWork | None
@@ -123,11 +124,15 @@ class Planner:
             self._pages.release(self._table.drop(drop.seq, drop.first_block))
         at = self._arena.length_index
         moved = _ints([(at + slot, length) for slot, length in lengths.items()], 2)
+        written = np.concatenate([changes.written, moved])
+        if len(prompts) == 1 and not first and len(written) <= prompts[0].shape.rows:  # nobody reads them before
+            self._prompt.written(prompts[0].shape, staging.words(prompts[0].tables))[: len(written)] = written
+            written = _NO_PAIRS
         return Work(
             saved=tuple(self._save_work(self._table[seq]) for seq in plan.save),
             poisoned=staging.put(np.array(poisoned, np.int32) if self._debug else _NO_WORDS),
             copied=staging.put(copied),
-            written=staging.put(np.concatenate([changes.written, moved])),
+            written=staging.put(written),
             zeroed=staging.put(zeroed),
             restored=tuple(self._restore_work(self._table[restore.seq], restore) for restore in plan.restore),
             stored=changes.stored,
@@ -219,6 +224,7 @@ class Planner:
     def _prompt_work(
         self, loops: int, prefills: list[Prefill], lengths: dict[int, int], staging: Staging
     ) -> PromptWork:
+        """What it writes to the arena is a length, until there is more."""
         rows = self._prompt.padded(sum(len(prefill.tokens) for prefill in prefills))
         assert rows <= self._prompt.max_rows, f"{rows} prompt tokens in one plan"
         spans: list[Span] = []
@@ -239,17 +245,15 @@ class Planner:
         for sequence, _ in complete:
             sequence.has_output = True
         tables, num_tiles = prompt_tables(spans, np.frombuffer(tokens, np.int32), rows)
-        return PromptWork(
-            PassShape(rows, num_tiles, loops),
-            staging.put_aside(tables),
-            draws=tuple(self._prompt_draws(drawing, staging)),
-            kept=tuple((sequence.slot, staging.put(np.array([row], np.int32))) for sequence, row in complete),
-        )
-
-    def _prompt_draws(self, drawing: list[tuple[Sequence, int]], staging: Staging) -> Iterator[FirstWork]:
-        for part in _cut(drawing, self._decoder.max_rows):
-            index = staging.put(np.array([row for _, row in part], np.int32))
-            yield FirstWork(self._batch([sequence for sequence, _ in part], _NO_SPLITS, staging), index)
+        shape = PassShape(rows, num_tiles, loops)
+        words, aside = staging.set_aside(shape.words + len(complete) + len(drawing))
+        words[: tables.size] = tables
+        written = self._prompt.written(shape, words)
+        written[:, 0], written[:, 1] = self._arena.length_index + sequence.slot, sequence.length
+        words[shape.words :] = [row for _, row in chain(complete, drawing)]
+        parts = _cut([sequence for sequence, _ in drawing], self._decoder.max_rows)
+        draws = tuple(self._batch(part, _NO_SPLITS, staging) for part in parts)
+        return PromptWork(shape, aside, tuple(sequence.slot for sequence, _ in complete), draws)
 
     def _decodes(self, rows: Iterable[SequenceId], num_steps: int, staging: Staging) -> Iterator[DecodeWork]:
         sequences = [self._table[seq] for seq in rows]
