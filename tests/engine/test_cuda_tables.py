@@ -153,16 +153,16 @@ def test_tables_of_a_pass() -> None:
     sequences = [chains.open(0) for _ in range(3)]
     slots = [sequence.slot for sequence in sequences]
     spans = [Span(sequences[0], 0, 5, 70), Span(sequences[1], 70, 0, 2), Span(sequences[2], 72, 9, 1)]
-    tables, num_tiles = prompt_tables(spans, np.arange(100, 173, dtype=np.int32), 128)
+    tables, num_tiles = prompt_tables(spans, np.arange(100, 173, dtype=np.int32).tobytes(), 128)
     ids, where, positions = tables[: 3 * 128].reshape(3, 128).tolist()
     assert num_tiles == 4 and tables.size == 3 * 128 + 6 * 4
     assert ids == [*range(100, 173), *[0] * 55]
     assert where == [*[slots[0]] * 70, *[slots[1]] * 2, slots[2], *[-1] * 55]
     assert positions == [*range(5, 75), 0, 1, 9, *[0] * 55]
     assert np.array_equal(tables[3 * 128 :].reshape(4, 6), prompt_tiles(spans))
-    tables, num_tiles = prompt_tables(spans[1:], np.arange(3, dtype=np.int32), 64)
+    tables, num_tiles = prompt_tables(spans[1:], bytes(12), 64)
     assert num_tiles == 2
-    tables, num_tiles = prompt_tables([*spans, Span(sequences[1], 73, 2, 3)], np.arange(76, dtype=np.int32), 128)
+    tables, num_tiles = prompt_tables([*spans, Span(sequences[1], 73, 2, 3)], bytes(4 * 76), 128)
     assert num_tiles == 8 and tables[3 * 128 : -30].tolist() == [0] * 18
 
 

@@ -18,6 +18,7 @@ In: sequences with their lengths.  Out: NumPy tables.  Refuses to know about pag
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
@@ -35,6 +36,7 @@ Ints = NDArray[np.int32]
 TILE_TOKENS = 64
 Tile = tuple[int, int, int, int, int, int]  # slot, first row, tokens, position of the first, window, shared blocks
 _MOST_TABLES = 8
+_WORD = struct.Struct("i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,39 +143,38 @@ def prompt_tiles(spans: Rows[Span]) -> list[Tile]:
     return tiles
 
 
-def prompt_tables(spans: Rows[Span], tokens: Ints, rows: int) -> tuple[Ints, int]:
+def prompt_tables(spans: Rows[Span], tokens: bytes, rows: int) -> tuple[Ints, int]:
     """Tables of a pass of `rows` padded rows, one after the other, and the number of its tiles.
 
     ids, slots (−1: padding), positions, each (rows,); tiles (n, 6).  n is rows/64 or that times a power of two, the
-    first tiles empty, so that passes of equal `rows` have few shapes.
+    first tiles empty, so that passes of equal `rows` have few shapes.  tokens: 32-bit ids.  Bytes are joined, for
+    that needs no dozen calls of NumPy, none of which is ever warm.
     """
     tiles, most = prompt_tiles(spans), rows // TILE_TOKENS
     while most < len(tiles):
         most *= 2
-    tables, used, counts = np.zeros(3 * rows + 6 * most, np.int32), len(tokens), [span.count for span in spans]
-    tables[:used] = tokens
-    slots, positions = tables[rows : 2 * rows], tables[2 * rows : 3 * rows]
-    slots[:used] = _each([span.sequence.slot for span in spans], counts)
-    slots[used:] = -1
-    positions[:used] = _counting(rows)[:used]
-    positions[:used] += _each([span.position - span.row for span in spans], counts)
-    tables[tables.size - 6 * len(tiles) :] = [*chain.from_iterable(tiles)]
-    return tables, most
+    padding = 4 * rows - len(tokens)
+    parts = [tokens, bytes(padding)]
+    parts += [_WORD.pack(span.sequence.slot) * span.count for span in spans]
+    parts += [_WORD.pack(-1) * (padding // 4)]
+    parts += [_counting(span.position, span.count) for span in spans]
+    parts += [bytes(padding + 24 * (most - len(tiles))), struct.pack(f"{6 * len(tiles)}i", *chain.from_iterable(tiles))]
+    return np.frombuffer(b"".join(parts), np.int32), most
+
+
+def _counting(first: int, count: int) -> bytes:
+    """first, first + 1 …"""
+    return _numbers((first + count).bit_length())[4 * first : 4 * (first + count)]
 
 
 @cache
-def _counting(rows: int) -> Ints:
-    return np.arange(rows, dtype=np.int32)
+def _numbers(bits: int) -> bytes:
+    return np.arange(1 << bits, dtype=np.int32).tobytes()
 
 
 def tile_order(sequence: Sequence) -> tuple[int, int]:
     """Sequences of equal order may share tiles."""
     return (sequence.parent.slot if sequence.parent is not None else -1, sequence.window)
-
-
-def _each(values: list[int], counts: list[int]) -> int | Ints:
-    """Each so often, one after the other; a single one stands for all."""
-    return values[0] if len(values) == 1 else np.repeat(np.array(values, np.int32), counts)
 
 
 def _cut(first: Span, count: int, shared: int) -> Iterator[Tile]:

@@ -30,7 +30,7 @@ from tinyloop_service.kernels.sample import SamplerTables
 
 T = TypeVar("T")
 _NO_WORDS: Ints = np.zeros(0, np.int32)
-_NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
+_NONE: dict[int, Ints] = {width: np.zeros((0, width), np.int32) for width in (2, 3)}
 _NO_SPLITS = AttentionTables(np.zeros((0, 6), np.int32), np.zeros((0, 2), np.int32), _NO_WORDS)
 
 
@@ -127,7 +127,7 @@ class Planner:
         written = np.concatenate([changes.written, moved])
         if len(prompts) == 1 and not first and len(written) <= prompts[0].shape.rows:  # nobody reads them before
             self._prompt.written(prompts[0].shape, staging.words(prompts[0].tables))[: len(written)] = written
-            written = _NO_PAIRS
+            written = _NONE[2]
         return Work(
             saved=tuple(self._save_work(self._table[seq]) for seq in plan.save),
             poisoned=staging.put(np.array(poisoned, np.int32) if self._debug else _NO_WORDS),
@@ -228,7 +228,7 @@ class Planner:
         rows = self._prompt.padded(sum(len(prefill.tokens) for prefill in prefills))
         assert rows <= self._prompt.max_rows, f"{rows} prompt tokens in one plan"
         spans: list[Span] = []
-        tokens = bytearray()  # 32-bit each; packing is the fast way to them
+        tokens = b""  # 32-bit each; packing is the fast way to them
         drawing: list[tuple[Sequence, int]] = []  # with its last row
         complete: list[tuple[Sequence, int]] = []
         at = 0
@@ -244,7 +244,7 @@ class Planner:
                 (complete if sequence.sampling is None else drawing).append((sequence, at - 1))
         for sequence, _ in complete:
             sequence.has_output = True
-        tables, num_tiles = prompt_tables(spans, np.frombuffer(tokens, np.int32), rows)
+        tables, num_tiles = prompt_tables(spans, tokens, rows)
         shape = PassShape(rows, num_tiles, loops)
         words, aside = staging.set_aside(shape.words + len(complete) + len(drawing))
         words[: tables.size] = tables
@@ -282,4 +282,4 @@ def _cut(items: list[T], size: int) -> Iterator[list[T]]:
 
 
 def _ints(rows: Listed[tuple[int, ...]], width: int) -> Ints:
-    return np.array(rows, np.int32).reshape(-1, width)
+    return np.array(rows, np.int32).reshape(-1, width) if rows else _NONE[width]
