@@ -43,7 +43,7 @@ class SchedulerSettings:
     max_queue: int = 1024  # requests and builds that may wait; beyond it QueueFull
     max_prefixes: int = MOST_PREFIXES  # with pages in memory; beyond it the least recently used are evicted
     pin_fraction: float = 0.5  # of the pages that pinned prefixes and their parents may take
-    prefill_share: float = 0.5  # of an engine's max_chunk that a plan prefills while rows decode
+    prefill_share: float = 0.7  # of a plan's time that prompt tokens may take while rows decode
     steps_per_plan: int = 8  # decode steps in one plan while nothing waits, at most the engine's max_steps
     plans_in_flight: int = 2  # the one that runs and those queued behind it, so that the device never waits
     stream_interval_ns: int = 10_000_000  # between two pieces of a stream; tokens that come sooner leave together
@@ -55,7 +55,9 @@ class SchedulerSettings:
         most = MOST_PREFIXES
         _require(1 <= self.max_prefixes <= most, "max_prefixes", f"{self.max_prefixes} given, 1 to {most} expected")
         _require(0.0 <= self.pin_fraction <= 1.0, "pin_fraction", f"{self.pin_fraction} given, 0 to 1 expected")
-        _require(0.0 < self.prefill_share <= 1.0, "prefill_share", f"{self.prefill_share} given, above 0 to 1 expected")
+        _require(
+            0.0 < self.prefill_share < 1.0, "prefill_share", f"{self.prefill_share} given, above 0, below 1 expected"
+        )
         _require(self.steps_per_plan >= 1, "steps_per_plan", f"{self.steps_per_plan} given, at least 1 expected")
         _require(1 <= self.plans_in_flight <= 2, "plans_in_flight", f"{self.plans_in_flight} given, 1 or 2 expected")
         interval_ns = self.stream_interval_ns

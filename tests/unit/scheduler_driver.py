@@ -35,6 +35,7 @@ SMALL = dataclasses.replace(
     max_rows=8,
     max_chunk=64,
     max_steps=4,
+    least_chunk=16,
 )
 
 
@@ -60,7 +61,7 @@ class Watched:
 
 
 class Driver:
-    """`fault` is what the next plan fails with."""
+    """`fault` is what the next plan fails with; `cost_ns` says how long one takes, which `now_ns` knows nothing of."""
 
     def __init__(
         self, limits: Limits = SMALL, settings: SchedulerSettings | None = None, *, fault_at: FaultAt = FaultAt.START
@@ -68,6 +69,7 @@ class Driver:
         self.limits = limits
         self.core = Core(limits, settings or SchedulerSettings(), new_uid=self._new_uid)
         self.fault: EngineFault | None = None
+        self.cost_ns: Callable[[Plan], int] = _step_cost_ns
         self.engine = FakeEngine(limits, strict=True, fault=self._take_fault, fault_at=fault_at)
         self.in_flight: deque[Plan] = deque()
         self.requests: dict[int, Watched] = {}
@@ -168,7 +170,7 @@ class Driver:
         except EngineFault as error:
             self.core.fail(plan, error)
         else:
-            self.core.commit(plan, result, self.now_ns)
+            self.core.commit(plan, result, self.now_ns, self.cost_ns(plan))
 
     def step(self) -> bool:
         """One plan, planned and settled; False when there was none, nor one in flight."""
@@ -270,6 +272,11 @@ class Driver:
     def _new_uid(self) -> str:
         self._num_uids += 1
         return f"uid{self._num_uids}"
+
+
+def _step_cost_ns(plan: Plan) -> int:
+    """Prompt tokens cost nothing, so that a chunk is as large as it may be."""
+    return plan.num_steps * 1_000_000
 
 
 def names(driver: Driver, tenant: str = "") -> list[str | None]:

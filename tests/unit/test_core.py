@@ -110,7 +110,7 @@ def test_a_flood_on_a_hot_prefix_does_not_starve_a_cold_request(aging_ns: int) -
 
 
 def test_a_long_build_never_stops_a_stream() -> None:
-    """T9: every row that decodes is in every plan, and prompts get no more than their share of it."""
+    """T9: every row that decodes is in every plan, prompts get half a chunk at most; `test_pace.py` has times."""
     driver = Driver()
     for _ in range(3):
         driver.submit(GenerationRequest((1, 2), 100))

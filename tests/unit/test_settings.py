@@ -101,6 +101,8 @@ def test_a_malformed_address_is_refused_even_with_the_flag(address: str) -> None
     [
         lambda: EngineSettings(engine="abacus"),
         lambda: SchedulerSettings(max_prefixes=0),
+        lambda: SchedulerSettings(prefill_share=0.0),
+        lambda: SchedulerSettings(prefill_share=1.0),
         lambda: SchedulerSettings(max_prefixes=2049),
         lambda: EngineSettings(kv_memory=0),
         lambda: EngineSettings(threads=0),

@@ -2,9 +2,9 @@
 
 In: rows and prompt tokens that are ready to run.  Out: a filled draft.  It refuses to know admission and results.
 
-Builds never stop a stream: while rows decode, prompt tokens get a share of the engine's chunk, and every decoding row
-is in every plan.  Among prompts the oldest gets half of what there is and the rest goes to the shortest, so a suffix
-of ten tokens does not wait behind a long build, and the long build still moves.
+Builds never stop a stream: while rows decode, prompt tokens get a share of a plan's time (`pace.py`), and every row
+that decodes is in every plan.  Among prompts the oldest gets half of what there is and the rest goes to the shortest,
+so a suffix of ten tokens does not wait behind a long build, and the long build still moves.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 from tinyloop_service.engine.api import Limits
 from tinyloop_service.scheduler.draft import Draft
+from tinyloop_service.scheduler.pace import Pace
 from tinyloop_service.scheduler.requests import Requests
 from tinyloop_service.scheduler.sequences import Feed, Sequences
 from tinyloop_service.settings import SchedulerSettings
@@ -20,7 +21,7 @@ from tinyloop_service.settings import SchedulerSettings
 
 def share_out(feeds: Collection[Feed], budget: int) -> list[tuple[Feed, int]]:
     """Tokens for each feed, their sum at most `budget`; feeds that get none are left out."""
-    if not feeds:
+    if not feeds or not budget:
         return []
     oldest = min(feeds, key=lambda feed: feed.order)
     left = budget - min(oldest.remaining, -(-budget // 2))
@@ -41,6 +42,7 @@ def compose(
     requests: Requests,
     limits: Limits,
     settings: SchedulerSettings,
+    pace: Pace,
     is_busy: bool,
 ) -> None:
     """Fill the draft.  `is_busy`: somebody waits for the next plan, or is likely to.
@@ -53,7 +55,11 @@ def compose(
         draft.open(row.sequence, requests.sampling(row), row.request.prompt())
         draft.first(row.sequence)
         requests.started(row)
-    budget = max(1, int(limits.max_chunk * settings.prefill_share)) if decoding else limits.max_chunk
+    num_steps, budget = 1, limits.max_chunk
+    if decoding:
+        most = limits.busy_steps if is_busy or starting or feeds else limits.max_steps
+        num_steps = min(most, settings.steps_per_plan, min(row.num_left for row in decoding))
+        budget = pace.take(sum(feed.remaining for feed in feeds), len(decoding), num_steps)
     for feed, count in share_out(feeds, budget):
         last = count == feed.remaining
         draft.feed(feed, count)
@@ -61,7 +67,5 @@ def compose(
             sequences.fed(feed)
             requests.fed(feed.sequence.id)
     if decoding:
-        most = limits.busy_steps if is_busy or starting or feeds else limits.max_steps
-        num_steps = min(most, settings.steps_per_plan, min(row.num_left for row in decoding))
         draft.decode((row.sequence for row in decoding), num_steps)
         requests.stepped(decoding, num_steps)

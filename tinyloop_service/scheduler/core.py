@@ -6,8 +6,8 @@
 
 In: validated values and the time.  Out: plans for the engine, events for the loop.  It refuses to know asyncio,
 arrays, text and clocks.  The parts: `door` refuses, `prefixes` and `requests` own their states, `admission` decides
-who starts, `quotas` what a tenant may take, `catalog` and `adoption` change names, `batch` fills plans, `sequences` and
-`pages` account for memory.
+who starts, `quotas` what a tenant may take, `catalog` and `adoption` change names, `batch` fills plans as `pace` says,
+`sequences` and `pages` account for memory.
 
 Plans may be ahead of results: `plan` may be called while earlier plans run, and results are committed in the order
 of the plans.  After a plan failed, those behind it that were not submitted are given to `amend`, which says what to run
@@ -40,6 +40,7 @@ from tinyloop_service.scheduler.events import (
     SnapshotTaken,
     SnapshotUnwanted,
 )
+from tinyloop_service.scheduler.pace import Pace
 from tinyloop_service.scheduler.prefix import Prefix
 from tinyloop_service.scheduler.prefixes import PrefixStore
 from tinyloop_service.scheduler.quotas import Quotas
@@ -71,6 +72,7 @@ class Core:
         self.catalog = Catalog(limits, self._prefixes, self._admission, self._quotas)
         self.adoption = Adoption(limits, self._prefixes, self._admission)
         self.snapshots = self._prefixes.snapshots
+        self._pace = Pace(limits, settings.prefill_share)
         self._next_plan = 1
         self._last_arrival_ns = -_BURST_NS
         self._lost_device = False
@@ -111,7 +113,7 @@ class Core:
         self._refuse_impossible()  # first: they may hold up others
         self._admission.admit(draft, now_ns)
         is_busy = self._admission.is_waited_for or now_ns - self._last_arrival_ns < _BURST_NS
-        compose(draft, self._sequences, self._requests, self.limits, self._settings, is_busy)
+        compose(draft, self._sequences, self._requests, self.limits, self._settings, self._pace, is_busy)
         for prefix in self.snapshots.take_wanted():
             assert prefix.sequence is not None
             draft.save(prefix.sequence)
@@ -121,8 +123,9 @@ class Core:
         self._next_plan += 1
         return plan
 
-    def commit(self, plan: Plan, result: StepResult, now_ns: int) -> None:
-        """Apply what the engine answered.  Rows that ended in the meantime are dropped here."""
+    def commit(self, plan: Plan, result: StepResult, now_ns: int, took_ns: int) -> None:
+        """Apply what the engine answered, and how long it took.  Rows that ended in the meantime are dropped here."""
+        self._pace.learn(plan, took_ns)
         for prefill in plan.prefill:
             self._progress(prefill.seq, len(prefill.tokens), now_ns)
         for restore in plan.restore:

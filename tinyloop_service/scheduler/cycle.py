@@ -122,9 +122,10 @@ class Cycle:
         step_ns = now_ns - max(sent_ns, self._free_ns)
         self._observer.step(plan.num_rows, plan.num_steps, plan.num_prompt_tokens, step_ns)
         self._free_ns = now_ns
-        self._core.commit(plan, result, now_ns)
+        self._core.commit(plan, result, now_ns, step_ns)
 
     def _fail(self, plan: Plan, error: Exception) -> None:
+        self._free_ns = self._now_ns()
         if self.fault is not None:  # a plan behind the one that lost the device
             return
         if isinstance(error, DeviceLost):

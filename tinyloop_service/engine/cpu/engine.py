@@ -40,6 +40,7 @@ from tinyloop_service.types import CacheMode, TokenLogprob
 
 MAX_ROWS = 64
 MAX_CHUNK = 512
+LEAST_CHUNK = 16  # beside 8 rows of the demo model its tokens cost 1.6 to 1.8 times what those of large ones do
 MAX_STEPS = 4  # a step takes long enough for a plan of few
 
 
@@ -297,6 +298,7 @@ def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode, snapsh
         page_bytes=stored,
         max_rows=MAX_ROWS,
         max_chunk=MAX_CHUNK,
+        least_chunk=LEAST_CHUNK,
         max_steps=MAX_STEPS,
         split_tokens=PAGE_TOKENS,
         active_page_bytes=active,
