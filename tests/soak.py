@@ -32,7 +32,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 import grpc
 
@@ -94,7 +93,6 @@ class Watch:
     """The processes that ask for health, and the samples of memory."""
 
     server: Server
-    probes: IO[str]
     memory: list[Memory] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)  # averages of the last minute
 
@@ -116,7 +114,10 @@ async def watching(server: Server, folder: Path) -> AsyncIterator[Watch]:
         probing = await asyncio.create_subprocess_exec(
             sys.executable, script, "probe", server.health, address, str(server.process.pid), stdin=PIPE, stdout=probes
         )
-        watch = Watch(server, probes)
+        async with asyncio.timeout(START_S):
+            while not os.fstat(probes.fileno()).st_size:  # noqa: ASYNC110, another process writes
+                await asyncio.sleep(0.05)
+        watch = Watch(server)
         sampling = asyncio.create_task(watch.sample())
         try:
             yield watch
@@ -282,10 +283,10 @@ async def soak(
             last_load = await run.leave()
         assert await health(server.health) == SERVING
         await run.stop()
-        watch_probes = read_probes((folder / "probes").read_text().splitlines(keepends=True))
+        probes = read_probes((folder / "probes").read_text().splitlines(keepends=True))
     return Result(
         minutes=(load_ended_s - load_began_s) / 60, seed=seed, workers=workers, ledger=ledger, last_load=last_load,
-        probes=[probe for probe in watch_probes if load_began_s <= probe.at_s <= load_ended_s],
+        probes=[probe for probe in probes if load_began_s <= probe.at_s <= load_ended_s],
         memory=[sample for sample in watch.memory if load_began_s <= sample.at_s <= load_ended_s],
         machine_loads=watch.loads, num_breaths=run.num_breaths,
     )  # fmt: skip

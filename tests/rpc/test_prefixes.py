@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
+from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -25,6 +26,7 @@ from tinyloop_service.errors import (
 )
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import prefix_pb2 as p
+from tinyloop_service.registry.memory import MemoryRegistry
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.types import PrefixState
 
@@ -192,6 +194,26 @@ async def test_an_update_that_makes_no_sense_names_its_field(
 ) -> None:
     error = await refusal(served.prefixes.UpdatePrefix(update))
     assert reason_of(error) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT") and field_of(error) == field
+
+
+async def test_a_ttl_that_runs_out_before_the_server_comes_to_it_is_no_fault_of_the_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = MemoryRegistry.read
+
+    async def slowly(self: MemoryRegistry, tenant: str, name: str) -> Any:
+        await asyncio.sleep(0.01)
+        return await read(self, tenant, name)
+
+    await served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id="p", input=ids(1)))
+    monkeypatch.setattr(MemoryRegistry, "read", slowly)
+    ttl = Duration(nanos=10**6)
+    for call in (
+        served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id="new", input=ids(1), ttl=ttl)),
+        served.prefixes.UpdatePrefix(p.UpdatePrefixRequest(prefix=p.Prefix(name="prefixes/p", ttl=ttl))),
+    ):
+        assert reason_of(await refusal(call)) == ("NOT_FOUND", "PREFIX_EXPIRED")
+    assert (await served.prefixes.GetPrefix(p.GetPrefixRequest(name="prefixes/p"))).state == p.PREFIX_STATE_READY
 
 
 async def test_without_a_mask_what_is_set_is_changed(served: Served) -> None:

@@ -181,7 +181,7 @@ def test_update_moves_expiry_and_pin_and_changes_the_etag() -> None:
     driver.now_ns += 5 * SECOND
     pinned = driver.core.catalog.update("", "p", UNCHANGED, True, after.etag, driver.now_ns)
     assert pinned.pinned and pinned.expire_time_ns is None
-    with pytest.raises(InvalidArgument, match="expire_time"):
+    with pytest.raises(PrefixExpired, match="ran out before"):
         driver.core.catalog.update("", "p", driver.now_ns, UNCHANGED, None, driver.now_ns)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from enum import Enum
 
 from tinyloop_service.engine.api import Limits
-from tinyloop_service.errors import InvalidArgument, PrefixExists, PrefixNotFound, TinyLoopError
+from tinyloop_service.errors import PrefixExists, PrefixExpired, PrefixNotFound, TinyLoopError
 from tinyloop_service.scheduler.admission import Admission
 from tinyloop_service.scheduler.adoption import record_of
 from tinyloop_service.scheduler.door import make_recipe
@@ -237,5 +237,6 @@ def _needs_build(existing: Prefix | None) -> bool:
 
 
 def _check_expiry(expire_time_ns: int | None, now_ns: int) -> None:
+    """It lay in the future when it was asked for; a busy server may come to it too late."""
     if expire_time_ns is not None and expire_time_ns <= now_ns:
-        raise InvalidArgument("expire_time", "lies in the past; give a later time, or none for no expiry")
+        raise PrefixExpired("the time of this prefix ran out before the server came to it; give it more")
