@@ -234,7 +234,7 @@ class App:
         if self._names is not None:
             await self._names.close()
         if self._snapshots is not None:
-            await self._snapshots.close()
+            await self._unless_hurried(self._snapshots.close())
         if self._health_server is not None:
             await self._health_server.stop(None)
         if self._following is not None:
@@ -266,9 +266,10 @@ class App:
 
     @property
     def still_computes(self) -> bool:
-        """After `stop`: a load or a step was left behind, in a thread that nothing can interrupt."""
+        """After `stop`: a load, a step or a write was left behind, in a thread that nothing can interrupt."""
         loads = self._loader is not None and self._loader.is_alive()
-        return loads or (self._scheduler is not None and not self._scheduler.is_stopped)
+        writes = self._snapshots is not None and not self._snapshots.is_closed
+        return loads or writes or (self._scheduler is not None and not self._scheduler.is_stopped)
 
     async def _serve_until_fault(self, on_ready: Callable[[App], None]) -> None:
         """Returns when the device is lost."""

@@ -177,6 +177,7 @@ class Snapshots:
         self._refused: dict[str, None] = {}  # digests that the disk did not take, oldest first
         self._retry: asyncio.TimerHandle | None = None  # while there are some
         self._tasks: set[asyncio.Task[None]] = set()
+        self.is_closed = False
 
     async def start(self) -> None:
         """Check and map what is there, then keep what comes."""
@@ -190,10 +191,14 @@ class Snapshots:
 
     async def close(self) -> None:
         """After the scheduler; what is being written is finished."""
+        if self.is_closed:
+            return
         await asyncio.gather(*self._tasks)
+        await asyncio.get_running_loop().run_in_executor(self._thread, int)  # nothing, behind all that it was asked for
         if self._retry is not None:
             self._retry.cancel()
         self._thread.shutdown()
+        self.is_closed = True
 
     # ---- what the scheduler calls
 

@@ -29,7 +29,8 @@ from tinyloop_service.pb import prefix_pb2 as p
 from tinyloop_service.rpc.health import READY_SERVICE
 from tinyloop_service.rpc.server import SERVICES
 from tinyloop_service.rpc.status import DETAILS_KEY
-from tinyloop_service.settings import SchedulerSettings, Settings
+from tinyloop_service.settings import NamesSettings, SchedulerSettings, Settings
+from tinyloop_service.snapshots import Written
 
 WITH_HEALTH = replace(SERVER, health_listen="127.0.0.1:0")
 
@@ -348,3 +349,29 @@ async def test_an_engine_that_fails_to_close_takes_no_last_message_along(quiet_l
         await served.app.stop(grace_s=0.0)
         assert reason_of(await running) == ("UNAVAILABLE", "MODEL_CLOSED")
     assert any(line["event"] == "the engine failed to close" for line in quiet_logs)
+
+
+async def test_a_disk_that_stands_still_holds_nobody_up_who_hurries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, disk = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def stalled(*_: object) -> Written:
+        loop.call_soon_threadsafe(begun.set)
+        disk.wait()
+        return Written(None)
+
+    monkeypatch.setattr("tinyloop_service.snapshots.SnapshotFiles.write", stalled)
+    try:
+        async with serving(names=NamesSettings(snapshot_dir=str(tmp_path))) as served:
+            await served.client().create_prefix("p", range(1, 100))
+            await begun.wait()
+            stopping = asyncio.create_task(served.app.stop(grace_s=5.0))
+            await until(lambda: served.engine.is_closed)
+            assert not stopping.done(), "what is being written is finished"
+            served.app.hurry()
+            await asyncio.wait_for(stopping, 20)
+            assert served.app.still_computes, "the process does not wait for its thread"
+    finally:
+        disk.set()
