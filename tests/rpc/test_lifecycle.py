@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import os
 import signal
 import threading
 from contextlib import suppress
@@ -19,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rpc_harness import CONFIG, SERVER, Served, collect, expected_tokens, ids, reason_of, refusal, serving, until
 from server_process import NO_RETRIES, NOT_SERVING, SERVING, health, server_process
 
-from tinyloop_service.app import App, LoadedModel
+from tinyloop_service.app import App, LoadedModel, run_process
 from tinyloop_service.engine.api import Plan
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.errors import DeviceLost, EngineFault, InvalidArgument, ModelFileError
@@ -246,6 +248,23 @@ async def test_a_lost_device_ends_the_server_with_status_1() -> None:
         assert error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE) and "private" not in str(error)
     async with asyncio.timeout(20):
         assert await running == 1
+
+
+def test_a_process_that_serves_looks_no_more_through_what_was_there_when_it_was_ready() -> None:
+    frozen = []
+
+    def end(app: App) -> None:
+        frozen.append(gc.get_freeze_count())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = gc.get_freeze_count()
+    app = App(Settings(server=replace(SERVER, drain_pause_s=0.0)), lambda: LoadedModel(FakeEngine(), None, CONFIG))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            run_process(app, end)
+    finally:
+        gc.unfreeze()
+    assert ended.value.code == 0 and frozen[0] > before + 1000
 
 
 async def test_sigterm_under_load_finishes_running_streams_and_exits_0() -> None:
