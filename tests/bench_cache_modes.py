@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from tinyloop_service.app import build_engine
 from tinyloop_service.bench import Workload, describe_machine, kv_memory_for
 from tinyloop_service.bench.direct import Direct
 from tinyloop_service.bench.workload import prompt_tokens
@@ -25,6 +24,7 @@ from tinyloop_service.demo import MODEL_PATH
 from tinyloop_service.engine.spec import SIZES
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.engine.weights import random_model, read_model
+from tinyloop_service.loading import build_engine
 from tinyloop_service.settings import EngineKind, EngineSettings
 from tinyloop_service.types import CacheMode
 

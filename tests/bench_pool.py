@@ -26,12 +26,12 @@ from statistics import median
 import numpy as np
 from bench_report import milliseconds, spread, versions, write_json
 
-from tinyloop_service.app import build_engine
 from tinyloop_service.bench import describe_machine
 from tinyloop_service.completion import CompletionBuilder
 from tinyloop_service.engine.api import Engine, Limits
 from tinyloop_service.engine.spec import SIZES
 from tinyloop_service.engine.weights import random_model, read_model
+from tinyloop_service.loading import build_engine
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import MOST_PREFIXES, EngineKind, EngineSettings, SchedulerSettings, parse_integer
 from tinyloop_service.types import (

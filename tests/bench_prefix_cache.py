@@ -33,7 +33,6 @@ from typing import Any
 
 from bench_report import milliseconds, print_table, spread, versions, write_json
 
-from tinyloop_service.app import build_engine
 from tinyloop_service.arguments import parameters
 from tinyloop_service.bench import (
     Rounds,
@@ -52,6 +51,7 @@ from tinyloop_service.demo import MODEL_PATH
 from tinyloop_service.engine.spec import SIZES, ModelSpec
 from tinyloop_service.engine.weights import random_model, read_model, write_model
 from tinyloop_service.load.remote import Remote
+from tinyloop_service.loading import build_engine
 from tinyloop_service.settings import Settings
 
 Variables = dict[str, str]  # TINYLOOP_ settings

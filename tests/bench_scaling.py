@@ -35,11 +35,11 @@ from bench_report import versions
 from scaling_axes import Alone, Crowd, Names, fake_server, scheduling
 from scaling_report import Series, draw, print_axis, write
 
-from tinyloop_service.app import build_engine
 from tinyloop_service.bench import Workload, describe_machine, kv_memory_for
 from tinyloop_service.engine.api import PAGE_TOKENS, Engine
 from tinyloop_service.engine.cgroup import usable_memory
 from tinyloop_service.engine.weights import read_model
+from tinyloop_service.loading import build_engine
 from tinyloop_service.observe.logs import configure_logging
 from tinyloop_service.settings import EngineSettings, LogLevel, ServerSettings
 

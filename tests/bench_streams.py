@@ -36,13 +36,14 @@ from subprocess import DEVNULL, PIPE
 import grpc
 from bench_report import print_table
 
-from tinyloop_service.app import App, LoadedModel, load_model, run_process
+from tinyloop_service.app import App, run_process
 from tinyloop_service.bench import describe_machine
 from tinyloop_service.client import AsyncClient
 from tinyloop_service.demo import MODEL_PATH, PREFIX_TEXT, SUFFIXES
 from tinyloop_service.engine.api import Engine, Pending, Plan, RowOutput, SequenceId
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
 from tinyloop_service.engine.weights import read_model
+from tinyloop_service.loading import LoadedModel, load_model
 from tinyloop_service.observe.logs import configure_logging
 from tinyloop_service.pb import generation_pb2, generation_pb2_grpc, input_pb2
 from tinyloop_service.scheduler.loop import Scheduler

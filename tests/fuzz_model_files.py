@@ -29,11 +29,11 @@ from fuzz_rounds import in_rounds, largest_size
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from tinyloop_service.app import load_model
 from tinyloop_service.engine.spec import SIZES, ModelSpec, Quant
 from tinyloop_service.engine.tensors import compute_model_id
 from tinyloop_service.engine.weights import random_model, read_model, write_model
 from tinyloop_service.errors import InvalidArgument, ModelFileError
+from tinyloop_service.loading import load_model
 from tinyloop_service.settings import EngineSettings
 from tinyloop_service.text import Tokenizer
 

@@ -17,12 +17,13 @@ from typing import Any
 
 import grpc
 
-from tinyloop_service.app import App, LoadedModel
+from tinyloop_service.app import App
 from tinyloop_service.bench import prompt_tokens
 from tinyloop_service.bench.direct import Direct
 from tinyloop_service.engine.api import PAGE_TOKENS, Engine
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
 from tinyloop_service.engine.spec import SIZES
+from tinyloop_service.loading import LoadedModel
 from tinyloop_service.pb import generation_pb2, generation_pb2_grpc, input_pb2, prefix_pb2, prefix_pb2_grpc
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import MOST_PREFIXES, SchedulerSettings, ServerSettings, Settings

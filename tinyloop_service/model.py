@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service import arguments
-from tinyloop_service.app import load_model
 from tinyloop_service.arguments import Parameters, Prompt, Stop
 from tinyloop_service.completion import Completion, CompletionBuilder, Delta, DeltaReader
 from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.loading import load_model
 from tinyloop_service.runtime import Runtime, close_elsewhere
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.scheduler.stream import Stream

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tinyloop_service.app import LoadedModel
 from tinyloop_service.bench import Service
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
 from tinyloop_service.load.driver import Driven, Driver, Job
@@ -16,6 +15,7 @@ from tinyloop_service.load.prompts import Prompts, Vocabulary
 from tinyloop_service.load.results import Driving, Way
 from tinyloop_service.load.run import Plan
 from tinyloop_service.load.workload import parse_workload
+from tinyloop_service.loading import LoadedModel
 from tinyloop_service.settings import SchedulerSettings, Settings
 
 VOCABULARY = Vocabulary(FAKE_LIMITS.vocab_size, FAKE_LIMITS.eos_token_ids)

@@ -14,8 +14,9 @@ sys.path.append(str(Path(__file__).parents[1] / "rpc"))
 
 from rpc_harness import CONFIG
 
-from tinyloop_service.app import App, LoadedModel, run_process
+from tinyloop_service.app import App, run_process
 from tinyloop_service.engine.fake import FakeEngine
+from tinyloop_service.loading import LoadedModel
 from tinyloop_service.observe.logs import configure_logging
 from tinyloop_service.settings import Settings
 

@@ -13,8 +13,9 @@ from typing import NoReturn
 
 from rpc_harness import CONFIG
 
-from tinyloop_service.app import App, LoadedModel, run_process
+from tinyloop_service.app import App, run_process
 from tinyloop_service.engine.fake import FakeEngine
+from tinyloop_service.loading import LoadedModel
 from tinyloop_service.observe.logs import configure_logging
 from tinyloop_service.settings import Settings
 

@@ -15,10 +15,11 @@ import tokenizers
 from google.rpc import error_details_pb2, status_pb2
 from tokenizers import decoders, models, pre_tokenizers
 
-from tinyloop_service.app import App, LoadedModel
+from tinyloop_service.app import App
 from tinyloop_service.client import AsyncClient
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine
 from tinyloop_service.engine.fake import expected_tokens as expected_of_segments
+from tinyloop_service.loading import LoadedModel
 from tinyloop_service.pb import generation_pb2_grpc, input_pb2, model_pb2_grpc, prefix_pb2_grpc
 from tinyloop_service.rpc.status import DETAILS_KEY
 from tinyloop_service.scheduler.loop import Scheduler

@@ -19,8 +19,9 @@ from rpc_harness import CONFIG, SERVER, Served, byte_tokenizer, collect, ids, re
 from tenants_harness import ADMIN, KNOWN, READER, STRANGER, A, B, bearer, write_tokens
 
 from tinyloop_service import errors
-from tinyloop_service.app import App, LoadedModel
+from tinyloop_service.app import App
 from tinyloop_service.engine.fake import FakeEngine
+from tinyloop_service.loading import LoadedModel
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import model_pb2, model_pb2_grpc
 from tinyloop_service.pb import prefix_pb2 as p

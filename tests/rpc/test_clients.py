@@ -18,10 +18,11 @@ import pytest
 from rpc_harness import CONFIG, SERVER, Served, expected_tokens, serving, until
 
 from tinyloop_service import errors
-from tinyloop_service.app import App, LoadedModel
+from tinyloop_service.app import App
 from tinyloop_service.client import AsyncClient, Client, RemotePrefixCache, channel, keepers
 from tinyloop_service.client.calls import HANDLE_TTL_NS
 from tinyloop_service.engine.fake import FakeEngine
+from tinyloop_service.loading import LoadedModel
 from tinyloop_service.observer import CallRecord
 from tinyloop_service.rpc import boundary
 from tinyloop_service.settings import SchedulerSettings, Settings

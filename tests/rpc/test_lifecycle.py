@@ -21,10 +21,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rpc_harness import CONFIG, SERVER, Served, collect, expected_tokens, ids, reason_of, refusal, serving, until
 from server_process import NO_RETRIES, NOT_SERVING, SERVING, health, server_process
 
-from tinyloop_service.app import App, LoadedModel, run_process
+from tinyloop_service.app import App, run_process
 from tinyloop_service.engine.api import Plan
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.errors import DeviceLost, EngineFault, InvalidArgument, ModelFileError
+from tinyloop_service.loading import LoadedModel
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import generation_pb2_grpc, model_pb2, model_pb2_grpc, prefix_pb2_grpc
 from tinyloop_service.pb import prefix_pb2 as p

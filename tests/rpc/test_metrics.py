@@ -15,11 +15,12 @@ from rpc_harness import CONFIG, SERVER, Served, byte_tokenizer, collect, expecte
 from scraping import Scrape, scrape
 from tenants_harness import STRANGER, A, B, write_tokens
 
-from tinyloop_service.app import App, LoadedModel
+from tinyloop_service.app import App
 from tinyloop_service.client import AsyncClient
 from tinyloop_service.engine.api import Open, Plan
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.errors import EngineFault, InvalidArgument, PrefixNotFound
+from tinyloop_service.loading import LoadedModel
 from tinyloop_service.observe.exposition import FAMILIES
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import model_pb2

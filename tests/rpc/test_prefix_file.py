@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from rpc_harness import BOS, CONFIG, SERVER, Served, byte_tokenizer, expected_tokens, serving
 
-from tinyloop_service.app import App, LoadedModel
+from tinyloop_service.app import App
 from tinyloop_service.client import AsyncClient
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.errors import InvalidArgument, PrefixNotFound, Unavailable
+from tinyloop_service.loading import LoadedModel
 from tinyloop_service.registry.prefix_file import read_prefixes
 from tinyloop_service.settings import NamesSettings, Settings
 from tinyloop_service.types import PrefixState

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinyloop_service.app import build_engine, load_model
 from tinyloop_service.engine import cuda
 from tinyloop_service.engine.cuda import DeviceUnavailable
 from tinyloop_service.engine.spec import SIZES
 from tinyloop_service.engine.tensors import Fp16Linear, Int4Linear, with_fp16_blocks
 from tinyloop_service.engine.weights import ModelWeights, random_model, write_model
 from tinyloop_service.errors import EngineFault, InvalidArgument
+from tinyloop_service.loading import build_engine, load_model
 from tinyloop_service.settings import EngineSettings, Settings
 from tinyloop_service.types import CacheMode
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from tinyloop_service import model as model_module
-from tinyloop_service.app import LoadedModel
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, expected_tokens
 from tinyloop_service.errors import LoopsMismatch, ModelClosed
+from tinyloop_service.loading import LoadedModel
 from tinyloop_service.model import Model, PrefixCache
 from tinyloop_service.types import FinishReason, Sampling, TokenIds
 

@@ -56,10 +56,10 @@ def bench(
       tinyloop bench
       tinyloop bench --model 407m.tinyloop --prefix 1024 --rows 1 10 50 --new-tokens 32 --json
     """
-    from tinyloop_service.app import build_engine
     from tinyloop_service.bench import Workload, kv_memory_for, run_bench
     from tinyloop_service.demo import MODEL_PATH
     from tinyloop_service.engine.weights import read_model
+    from tinyloop_service.loading import build_engine
 
     counts = tuple(sorted({*rows, *more_rows})) or (1, 10, 50)
     workload = Workload(prefix_len, counts, new_tokens, loops, rounds)

@@ -53,8 +53,9 @@ def serve(**given: str | bool | None) -> None:
       tinyloop serve --model 407m.tinyloop --listen 127.0.0.1:50051 --kv-memory 2GiB
       tinyloop serve --listen 127.0.0.1:0 --health-listen none
     """
-    from tinyloop_service.app import App, load_model, run_process
+    from tinyloop_service.app import App, run_process
     from tinyloop_service.demo import MODEL_PATH
+    from tinyloop_service.loading import load_model
     from tinyloop_service.observe.logs import configure_logging
 
     settings = read_settings(given)

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tinyloop_service.app import LoadedModel, load_model
 from tinyloop_service.bench import InProcess
 from tinyloop_service.client import ModelInfo
+from tinyloop_service.loading import LoadedModel, load_model
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import Settings
 
