@@ -166,7 +166,7 @@ class Soak:
             self.ledger.wrong.append(f"pages at rest: {found}")
         ready = [prefix for prefix in listed if prefix.state == prefix_pb2.PREFIX_STATE_READY]
         own = sum(prefix.size_bytes for prefix in ready)  # what hangs from nameless parents shares those too
-        shared = sum(prefix.shared_bytes for prefix in ready)
+        shared = sum(prefix.shared_bytes for prefix in listed)  # an evicted child's parents may have no name either
         if not own <= found.pages_prefixes * found.page_bytes <= own + shared:
             self.ledger.wrong.append(f"prefixes hold {found.pages_prefixes} pages, of {own} to {own + shared} bytes")
         scraped = (await scrape(self.server.metrics)).by("kv_pages", "state")
