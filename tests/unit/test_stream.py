@@ -73,6 +73,16 @@ async def test_time_shows_what_is_held_when_it_is_due_and_starts_anew() -> None:
     assert text_of(await message(one)) == "cd"
 
 
+async def test_the_first_token_does_not_wait_because_time_showed_the_start() -> None:
+    one = stream()
+    one.show(INTERVAL_NS)
+    assert [type(output) for output in await message(one) or ()] == [Started]
+    sample(one, "a", 3)
+    assert text_of(await message(one)) == "a"
+    sample(one, "b", 9)
+    assert await message(one) is None, "a piece was shown at 3"
+
+
 def test_intervals_are_longer_while_the_event_loop_is_behind() -> None:
     delivery = Delivery(Core(SMALL, SchedulerSettings()), INTERVAL_NS, UNWATCHED)
     for lag_ms, intervals in ((0, 1), (1, 2), (2.5, 3.5), (9, 10), (1000, 10)):

@@ -168,7 +168,8 @@ class Stream:
         """What is held waits no longer, if anything was shown long enough ago."""
         now_ns = self._scheduler.now_ns()
         if self.is_held and now_ns >= self._due_ns:
-            self._due_ns = now_ns + interval_ns
+            if self.record.first_token_ns:  # the first token is due at once, whatever was shown before there was one
+                self._due_ns = now_ns + interval_ns
             self._wake()
 
     def deliver_error(self, error: TinyLoopError) -> None:
