@@ -194,10 +194,10 @@ class Admission:
 
     def _make_room(self, pages: int, slots: int, order: int, keep: list[Prefix], draft: Draft) -> bool:
         """See that `pages` are free and `slots` more prefixes may be in memory; nothing is dropped if that fails."""
-        if pages <= self._pool.free and not slots:
-            return True
         in_memory = list(self._prefixes.in_memory.values())
         surplus = len(in_memory) + slots - self._settings.max_prefixes
+        if pages <= self._pool.free and (not slots or surplus <= 0):
+            return True
         ready = [prefix for prefix in in_memory if prefix.state is PrefixState.READY]
         idle = [prefix for prefix in ready if prefix.active and not prefix.users and prefix not in keep]
         victims = self._victims(in_memory, order, keep)
@@ -267,6 +267,8 @@ class Admission:
 
     def check_kept(self, tenant: str, extent: Extent) -> None:
         """Raise TenantQuotaExceeded if one more prefix passes the tenant's quota of bytes."""
+        if self._quotas.of(tenant).prefix_bytes is None:
+            return
         kept = [p.recipe.extent for p in self._prefixes if p.tenant == tenant and p.state is not PrefixState.FAILED]
         self._quotas.check_bytes(tenant, "prefix_bytes", self._bytes(kept), self._bytes([extent]))
 
