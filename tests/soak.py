@@ -141,12 +141,11 @@ class Soak:
         working = [asyncio.create_task(self.load.work(seed * 1000 + i)) for i in range(workers)]
         while (left_s := end_s - time.monotonic()) > 0:
             await asyncio.wait(working, timeout=min(left_s, BREATHE_S), return_when=asyncio.FIRST_EXCEPTION)
-            await self._breathe()
             for task in working:
                 if task.done():
                     task.result()  # a worker never ends by itself
-        self.load.ending = True
-        self.load.may_go.set()
+            self.load.ending = time.monotonic() >= end_s
+            await self._breathe()
         await asyncio.gather(*working)
 
     async def _breathe(self) -> None:

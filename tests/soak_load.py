@@ -25,6 +25,7 @@ from tinyloop_service.pb import generation_pb2_grpc, model_pb2, model_pb2_grpc, 
 from tinyloop_service.pb import prefix_pb2 as p
 from tinyloop_service.rpc.status import DETAILS_KEY, TABLE
 
+SLOW_MESSAGES = 8  # that a slow reader waits after
 HANGS_S = 120.0  # without a deadline of its own nothing takes longer
 DOCUMENTED = {(code.name, cls.reason) for cls, code in TABLE.items() if code is not grpc.StatusCode.INTERNAL}
 _OF_CALLERS = {grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED}  # gRPC says them without our details
@@ -73,8 +74,10 @@ class Load:
         """One worker, until the load is ending."""
         rng = random.Random(seed)
         deeds, weights = zip(*DEEDS.items(), strict=True)
-        while not self.ending:
+        while True:
             await self.may_go.wait()
+            if self.ending:
+                return
             self.num_busy += 1
             deed = rng.choices(deeds, weights)[0]
             name = deed.__name__.strip("_").replace("_", " ")
@@ -116,9 +119,11 @@ class Load:
         answer = Answer.empty(recipe)
         call = self.generation.Generate(recipe.request, timeout=timeout_s)
         try:
+            num_pauses = SLOW_MESSAGES if pause_s else 0
             async for message in call:
                 answer.read(message)
-                if pause_s:
+                if num_pauses:
+                    num_pauses -= 1
                     await asyncio.sleep(pause_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND and recipe.definition is not None:

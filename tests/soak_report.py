@@ -13,6 +13,7 @@ from tinyloop_service.bench.machine import describe_machine
 from tinyloop_service.pb import model_pb2
 
 MOST_GROWTH = 30.0  # MiB per hour that a slope may have without being called growth; ten minutes show no less
+STRETCHES = 30  # at most, whose medians a slope goes through
 WARM_UP = 0.25  # of the run, before the slope begins: caches fill, names are made for the first time
 
 
@@ -32,9 +33,9 @@ class Result:
 
     @property
     def slope(self) -> Slope:
-        """Through the medians of at most 30 stretches: an allocator gives back and takes again by the second."""
+        """Through medians of stretches: an allocator gives back and takes again by the second."""
         after = self.memory[int(WARM_UP * len(self.memory)) :]
-        length = -(-len(after) // 30)
+        length = -(-len(after) // STRETCHES)
         stretches = [after[i : i + length] for i in range(0, len(after), length)]
         return Slope.through(
             [stretch[0].at_s for stretch in stretches],
@@ -44,7 +45,7 @@ class Result:
     @property
     def is_flat(self) -> bool:
         """No growth above MOST_GROWTH is certain."""
-        return self.slope.per_hour - self.slope.half_width < MOST_GROWTH
+        return self.slope.low < MOST_GROWTH
 
     @property
     def late(self) -> list[Probe]:
@@ -64,7 +65,6 @@ def write_report(result: Result, command: str, commit: str) -> str:
     server, control, late, ready = (
         [getattr(probe, f"{name}_ms") for probe in probes] for name in ("server", "control", "late", "ready")
     )
-    seconds = last.at_s - first.at_s
     over = sum(value > LIMIT_MS for value in server)
     lines = [
         "# A soak of the server",
@@ -88,7 +88,7 @@ def write_report(result: Result, command: str, commit: str) -> str:
         f"{load.prompt_tokens}, {load.cached_tokens}; {load.generated_tokens} |",
         f"| resident memory after the warm-up ({WARM_UP:.0%}) and at the end | {first.resident_mib:.0f}, "
         f"{last.resident_mib:.0f} MiB |",
-        f"| **its slope** through medians of {seconds / result.slope.num_samples:.0f} s, 95% confidence | "
+        f"| **its slope** through medians of {(last.at_s - first.at_s) / STRETCHES:.0f} s, with 95% confidence | "
         f"**{result.slope}** |",
         f"| open files, threads: after the warm-up and at the end | {first.num_files}, {first.num_threads}; "
         f"{last.num_files}, {last.num_threads} |",

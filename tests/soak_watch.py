@@ -80,34 +80,30 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """A line through samples: growth per hour, and the half-width of its 95% confidence interval."""
+    """A line through samples: growth per hour, and its 95% confidence interval."""
 
     per_hour: float
-    half_width: float
-    num_samples: int
-    num_independent: float  # samples that follow closely upon each other tell little new
+    low: float
+    high: float
 
     @classmethod
     def through(cls, seconds: Sequence[float], values: Sequence[float]) -> Self:
-        """Least squares; the interval is widened by the correlation of neighbouring residuals."""
-        n = len(values)
-        fit = statistics.linear_regression(seconds, values)
-        residuals = [v - fit.intercept - fit.slope * s for s, v in zip(seconds, values, strict=True)]
+        """The median of the slopes of all pairs (Theil and Sen), which a burst of memory here and there does not turn;
+        the interval by Kendall's variance, wider where neighbouring residuals are alike."""
+        n, points = len(values), list(zip(seconds, values, strict=True))
+        slopes = sorted(3600 * (v - u) / (t - s) for (s, u), (t, v) in itertools.combinations(points, 2))
+        slope = statistics.median(slopes)
+        bare = [v - slope / 3600 * s for s, v in points]
+        residuals = [value - statistics.fmean(bare) for value in bare]
         spread = sum(r * r for r in residuals)
-        alike = sum(a * b for a, b in itertools.pairwise(residuals)) / spread if spread else 0.0
-        independent = max(3.0, n * (1 - max(0.0, alike)) / (1 + max(0.0, alike)))
-        width = statistics.pvariance(seconds) * n
-        error = math.sqrt(spread / (independent - 2) / width)
-        return cls(fit.slope * 3600, _student(independent - 2) * error * 3600, n, independent)
+        alike = max(0.0, sum(a * b for a, b in itertools.pairwise(residuals)) / spread) if spread else 0.0
+        variance = n * (n - 1) * (2 * n + 5) / 18 * (1 + alike) / (1 - alike)
+        reach = statistics.NormalDist().inv_cdf(0.975) * math.sqrt(variance)
+        first, last = int((len(slopes) - reach) / 2), int((len(slopes) + reach) / 2) + 1
+        return cls(slope, slopes[max(0, first)], slopes[min(len(slopes) - 1, last)])
 
     def __str__(self) -> str:
-        return f"{self.per_hour:+.1f} ± {self.half_width:.1f} MiB/hour"
-
-
-def _student(freedom: float) -> float:
-    """The 97.5% quantile of Student's t (Cornish and Fisher; at 1 it is too small by a third, at 5 by a hundredth)."""
-    z = statistics.NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        return f"{self.per_hour:+.1f} MiB/hour ({self.low:+.1f} to {self.high:+.1f})"
 
 
 # ---- the two processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -53,12 +54,14 @@ def test_requests_say_the_same_on_the_wire_and_in_process(result: Result) -> Non
 
 
 def test_a_slope_is_found_with_its_uncertainty() -> None:
-    rng, seconds = random.Random(0), [float(s) for s in range(600)]
+    rng, seconds = random.Random(0), [float(s) for s in range(0, 600, 4)]
     still = Slope.through(seconds, [200 + rng.gauss(0, 2) for _ in seconds])
     grows = Slope.through(seconds, [200 + s * 60 / 3600 + rng.gauss(0, 2) for s in seconds])
-    assert abs(still.per_hour) < still.half_width < 10 and abs(grows.per_hour - 60) < grows.half_width
-    steps = Slope.through(seconds, [200 + 5 * (s > 300) for s in seconds])
-    assert steps.half_width > still.half_width, "neighbours that are alike tell little new"
+    assert -15 < still.low < 0 < still.high < 15 and 45 < grows.low < 60 < grows.high < 75
+    bursts = Slope.through(seconds, [200 + rng.gauss(0, 2) + 90 * (s > 590) for s in seconds])
+    assert bursts.low < 0 < bursts.high, "what comes at the end and goes is no growth"
+    drifts = list(itertools.accumulate(rng.gauss(0, 2) for _ in seconds))
+    assert Slope.through(seconds, drifts).high - Slope.through(seconds, drifts).low > 3 * (still.high - still.low)
 
 
 def test_what_is_too_late_or_grows_does_not_hold(result: Result) -> None:
