@@ -5,13 +5,14 @@
 //
 //   q            fp16   [R][H·D]                  turned by RoPE
 //   pool         fp16   [num_pages][2·G·64·D]     pages (attention.cuh); with TL_INT8 int8 [num_pages][64·G·(2·D + 4)]
+//   newest       fp16   [R][2][G][D]             with TL_INT8: K and V of the rows' tokens (newest.cuh)
 //   tables       int32  [slots][max_layers][max_blocks]   page of a sequence's 64-token block; −1: none
 //   items        int32  [max_items][6]            slot whose table names the page, block, first entry, entries 1..64;
 //                                                 another slot, whose page of the block has the first n tokens too, n
 //   num_items    int32  [2]                       items, and how many of them, the first, have more than one entry
 //   entries      int32  [max_entries][2]          row, ordinal of this split among the row's, ascending from 0
 //   row_items    int32  [R]                       splits of the row
-//   position     int32  [R]                       of the row's token; its K and V are in its page
+//   position     int32  [R]                       of the row's token; its K and V are in its page, or in `newest`
 //   window       int32  [R]                       p is seen iff p ≤ position and (window = 0 or p > position − window)
 //   partial_o    fp32   [R][H][max_blocks][D]     scratch
 //   partial_ml   fp32   [R][H][max_blocks][2]     scratch
@@ -39,6 +40,7 @@
 // bits, so it never shows which is read); partials (D + 2)·4 per row, head and split, written and read once (L2).
 #include "decode_work.cuh"
 #include "merge_splits.cuh"
+#include "newest.cuh"
 #include "query_tiles.cuh"
 
 constexpr int kBlocksPerSm = 4;
@@ -54,7 +56,7 @@ struct PagePieces {
 };
 
 // What the warps tell each other.
-struct Exchange {
+struct Exchange : Newest {
   QueryTile queries;
   float top[16][kSteps];        // of a row: the largest score of each step
   float sums[16][4][kSteps];    // of a row: what each of its four lanes makes of the weights of each step
@@ -151,6 +153,28 @@ DEVICE void load_unsettled(PagePieces& page, const CopiedPage& from, const UnitS
     }
 }
 
+// A row's newest token, if it belongs to the unit's page: at `place`.  K by one warp, V by another.
+DEVICE void code_newest(Newest& coded, const u16* newest, int row, const Lists& lists, const PageHead& page, int place) {
+  const int which = threadIdx.x / 32;
+  if (which > kValue) return;
+  code_newest(coded, load_newest(newest, which, row, lists), which, page, place);
+}
+
+// Into the warp's share of the page.
+DEVICE void put_newest(PagePieces& page, const CopiedPage& to, const Newest& coded, int place) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
+  const PageRows rows = page_rows(to);
+  put_key(page.keys, coded, warp, place);
+  put_scale(page.value_scales, coded, kValue, warp, place);
+#pragma unroll
+  for (int j = 0; j < kTokenPieces; ++j)
+    if (value_token(j) == place / kPieceElements * kPieceElements) {
+#pragma unroll
+      for (int n = 0; n < kWarpTiles; ++n)
+        put_value(page.values[n][j], rows.values[j] + value_piece(8 * n, 0), coded, warp * kWarpDims + 8 * n + g, place);
+    }
+}
+
 // Asks for the tile's queries; rows that do not exist are zeros.
 DEVICE void load_queries(QueryTile& tile, const u16* q, const Unit& unit, const Entries& entries, int num_heads) {
 #pragma unroll
@@ -231,13 +255,11 @@ DEVICE void store_outputs(const Partials& partials, const Exchange& exchange, co
   }
 }
 
-// A unit, once its page and queries are under way.
+// A unit, once its page and queries are there.
 DEVICE void attend(const Partials& partials, Exchange& exchange, const Unit& unit, const Entries& entries,
                    const Lists& lists, const PagePieces& page, Sight any, float scale) {
   const int g = threadIdx.x % 32 / 4;
   StepScores scores = {};
-  cp_async_wait<0>();
-  __syncthreads();
   publish_tops(exchange, scores, unit, entries, page, any);
   __syncthreads();
   publish_weights(exchange, scores, page.value_scales, scale);
@@ -248,7 +270,7 @@ DEVICE void attend(const Partials& partials, Exchange& exchange, const Unit& uni
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    decode_attention(const u16* q, const Stored* pool, const i32* tables, const Item* items, const i32* num_items,
+    decode_attention(const u16* q, const Stored* pool, const u16* newest, const i32* tables, const Item* items, const i32* num_items,
                      const uint2* all_entries, const i32* position, const i32* window, float* partial_o,
                      float2* partial_ml, i32 table_offset, i32 table_stride, i32 num_rows, i32 num_heads,
                      i32 num_kv_heads, i32 max_blocks, float scale) {
@@ -276,6 +298,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     wait_once(round);
     load_queries(exchange.queries, q, unit, entries, num_heads);
     if (sight.settled_end < kPageTokens) load_unsettled(page, from, sight);
+    const int place = unit.num_entries == 1 ? place_of_newest(entries.of[0].sight) : -1;
+    if (place >= 0) code_newest(exchange, newest, entries.of[0].row, lists, from, place);
+    cp_async_wait<0>();
+    __syncthreads();
+    if (place >= 0) put_newest(page, from, exchange, place);
     attend(partials, exchange, unit, entries, lists, page, sight.any, scale);
     __syncthreads();  // nobody still reads the entries
   }

@@ -21,16 +21,16 @@
 
 constexpr int kBlocksPerSm = 4;
 
-// A shared unit's page, or what warps alone have copies of; and the queries of these.
+// A shared unit's page, or what warps alone have copies of; and the rows of these.
 struct SideBySide {
   SharedPage page;
-  OwnQueries queries[kWarps];
+  OwnRow own[kWarps];
 };
 
 // Without copies: 15 or 16 heads of 128 halves do not fit beside a page.
 union TakingTurns {
   SharedPage page;
-  OwnQueries queries[kWarps];
+  OwnRow own[kWarps];
 };
 
 template <bool kCopies>
@@ -180,7 +180,7 @@ DEVICE void work_together(const Partials& partials, SharedPage& page, Entries& e
 // Items of one row, from `num_shared` on.  Those of one source are neighbours: what its first warp's page is a copy of
 // goes to shared memory for all four.
 DEVICE void work_alone(const Partials& partials, Shared& shared, const Progress& progress, int num_items, const u16* q,
-                       const Lists& lists, const Batch& batch, float scale) {
+                       const u16* newest, const Lists& lists, const Batch& batch, float scale) {
   const int num_shared = progress.num_items, warp = threadIdx.x / 32;
   int round = progress.round, index = progress.index;
 #pragma unroll 1
@@ -193,15 +193,17 @@ DEVICE void work_alone(const Partials& partials, Shared& shared, const Progress&
     __syncthreads();  // nobody still reads the page
     if (kCopies) copy_first(shared.page, page_head(lists, lead.source), lead.copied_end);
     wait_once(round);
-    load_own_queries(shared.queries[warp], q, entry.row, lists.num_heads);
+    OwnRow& row = shared.own[warp];
+    load_own_queries(row, q, entry.row, lists.num_heads);
+    const NewestParts parts = {load_newest(newest, kKey, entry.row, lists), load_newest(newest, kValue, entry.row, lists)};
     const int copied_end = kCopies && unit.source == lead.source ? min(unit.copied_end, lead.copied_end) : 0;
     const OwnPage own = {shared.page, page_head(lists, unit.page), copied_end};
-    attend_alone(partials, shared.queries[warp], own, entry, item < num_items, lists, scale);
+    attend_alone(partials, row, parts, own, entry, item < num_items, lists, scale);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    decode_attention(const u16* q, const Stored* pool, const i32* tables, const Item* items, const i32* num_items,
+    decode_attention(const u16* q, const Stored* pool, const u16* newest, const i32* tables, const Item* items, const i32* num_items,
                      const uint2* all_entries, const i32* position, const i32* window, float* partial_o,
                      float2* partial_ml, i32 table_offset, i32 table_stride, i32 num_rows, i32 num_heads,
                      i32 num_kv_heads, i32 max_blocks, float scale) {
@@ -217,6 +219,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   read_batch(batch, position, window, num_rows);
   __syncthreads();
   work_together(partials, shared.page, entries, progress, q, lists, batch, scale);
-  work_alone(partials, shared, progress, num_all, q, lists, batch, scale);
+  work_alone(partials, shared, progress, num_all, q, newest, lists, batch, scale);
   if (blockIdx.y == 0) dependency_wait();  // a kernel without items, too, ends after the one before it
 }

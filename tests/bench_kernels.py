@@ -46,7 +46,7 @@ from tinyloop_service.types import CacheMode
 MEMORY, CACHE, RATE = 4.5e12, 8.3e12, 700e12  # bytes/s, bytes/s, flop/s: measured on an H200
 REPLAYS = 3  # of a graph, for every sample
 LAUNCHES = 60  # at least, in a graph of launches alone
-ATTENTION = ("append_int8", "decode_attention", "prefill_attention")  # begin the names of its kernels
+ATTENTION = ("decode_attention", "prefill_attention")  # begin the names of its kernels
 NEW_TOKENS = 32
 SMALL = ModelSpec(
     vocab_size=96, d_model=64, n_heads=1, n_kv_heads=1, head_dim=64, d_ff=128, pre_blocks=1, loop_blocks=1,

@@ -148,7 +148,7 @@ class Costs:
         return Cost(2 * weight.shape[0] * inputs, moved, 2 * rows * inputs * weight.shape[0])
 
     def decode_attention(self, args: tuple[Any, ...]) -> Cost:
-        q, pool, _, items, num_items = args[:5]
+        q, pool, _, _, items, num_items = args[:6]
         read = self._download(items)[: int(self._download(num_items)[0])]
         queries, shared = int(read[:, 3].sum()), int((read[:, 5] // 8 * 8).sum())  # tokens read through a source
         token_bytes = _page_bytes(pool) // PAGE_TOKENS
@@ -187,11 +187,6 @@ class Costs:
     def rope_int8(self, args: tuple[Any, ...]) -> Cost:
         qkv, q = args[0].nbytes, args[7].nbytes
         return Cost(cache_bytes=qkv + q + (qkv - q) // 2)
-
-    def append_int8(self, args: tuple[Any, ...]) -> Cost:
-        """K and V of a token of each row are read, and written to an int8 page."""
-        kv, pool = args[0], args[4]
-        return Cost(cache_bytes=kv.nbytes + kv.shape[0] * _page_bytes(pool) // PAGE_TOKENS)
 
     def store_hidden(self, args: tuple[Any, ...]) -> Cost:
         x, page_bytes, y = args[0], int(args[10]), args[14]
@@ -251,7 +246,6 @@ _RULES: dict[str, Callable[[Costs, tuple[Any, ...]], Cost]] = {
     "gather_rows": Costs.stream,
     "rope": Costs.rope,
     "rope_int8": Costs.rope_int8,
-    "append_int8": Costs.append_int8,
     "swiglu": Costs.swiglu,
     "store_hidden": Costs.store_hidden,
     "round_hidden": Costs.round_hidden,

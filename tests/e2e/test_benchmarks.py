@@ -137,7 +137,7 @@ def test_attention_in_emulation(tmp_path: Path) -> None:
         mode: ["prefill of 20", "step of 1 rows, prefix 70", "step of 3 rows, prefix 70"] for mode in ("fp16", "int8")
     }
     labels = {line["label"] for profiles in measured["attention"].values() for p in profiles for line in p["lines"]}
-    assert labels == {"prefill_attention", "decode_attention", "decode_attention_merge", "append_int8"}
+    assert labels == {"prefill_attention", "decode_attention", "decode_attention_merge"}
     assert "of the first" in printed
 
 

@@ -7,6 +7,7 @@ rubbish.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +100,22 @@ class Sequences:
         keys, values, key_scales, value_scales, _ = read_page(self.pool[page], self.kv_heads)
         decoded = keys.transpose(0, 2, 1) * key_scales.astype(np.float64), values * value_scales.astype(np.float64)
         return decoded[0].transpose(0, 2, 1), decoded[1].transpose(0, 2, 1)
+
+    def put_newest(self, places: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+        """In int8 the token of each row, at (slot, position), becomes one that is the same in every call, and is coded
+        in its page.  What it is before, float16 [rows, 2, G, D]; and a pool that lacks these tokens."""
+        newest = np.full((len(places), 2, self.kv_heads, self.head_dim), np.nan, np.float16)
+        pool = self.pool.copy()
+        for row, (slot, position) in enumerate(places):
+            if position < 0:
+                continue
+            newest[row] = np.random.default_rng((slot, position)).standard_normal(newest.shape[1:])
+            page, place = self.tables[slot, LAYER, position // PAGE], position % PAGE
+            int8_page(self.pool[page], self.kv_heads).put(place, *newest[row])
+            without = int8_page(pool[page], self.kv_heads)
+            without.keys[:, place], without.octets[:, place // 8, :, place % 8] = -128, -128
+            without.key_scales[:, place], without.value_scales[:, place] = np.nan, np.nan
+        return newest, pool
 
     def scale_values(self, *scales: float) -> None:
         """int8: every token's V scale becomes one of these."""

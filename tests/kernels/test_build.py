@@ -28,7 +28,6 @@ VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "rope": ({"TL_HEAD_DIM": 64, "TL_INTERLEAVED": 1}, {"TL_QUERIES_ONLY": 1}),
     "hidden": ({"TL_CODING": 0, "TL_COLUMNS": 1}, {"TL_CODING": 2, "TL_CHUNKS": 3}),
     "rope_int8": ({"TL_HEAD_DIM": 64, "TL_INTERLEAVED": 1},),
-    "append": ({"TL_HEAD_DIM": 64},),
     "norm": ({"TL_CHUNKS": 1, "TL_COLUMNS": 1},),
     "linear": (
         {"TL_EPILOGUE": 0, "TL_WARPS_M": 2},

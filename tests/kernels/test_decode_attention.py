@@ -11,10 +11,13 @@ import pytest
 from attention_cases import FORMS, LAYER, LEAST_SCALE, MOST_SCALE, PAGE, Sequences
 from numpy.typing import NDArray
 
+from tinyloop_service.engine.cache_modes import encode
 from tinyloop_service.kernels.decode_attention import decode_attention
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.references import decode_attention as reference
+from tinyloop_service.kernels.references.page_views import int8_page
+from tinyloop_service.types import CacheMode
 
 Array = NDArray[Any]
 
@@ -68,26 +71,39 @@ def work_list(
     }
 
 
-def run(
+def run(device: Device, sequences: Sequences, rows: Sequence[Row], q: Array, **options: Any) -> Array:
+    """a [rows, H·D]; q has a row for each of `rows`.  In int8 their tokens are put into their pages on the way."""
+    newest, pool = None, sequences.pool
+    if sequences.int8:
+        newest, pool = sequences.put_newest([(row.slot, row.position) for row in rows])
+    a, there = launch(device, sequences, rows, q, newest, pool, **options)
+    assert np.array_equal(there.view(np.uint8), sequences.pool.view(np.uint8)), "something else is written to pages"
+    return a
+
+
+def launch(
     device: Device,
     sequences: Sequences,
     rows: Sequence[Row],
     q: Array,
+    newest: Array | None,
+    pool: Array,
     *,
     group: int = 64,
     hidden: bool = False,
     num_blocks: int | None = None,
     many: bool | None = None,
     **copies: Any,
-) -> Array:
-    """a [rows, H·D]; q has a row for each of `rows`."""
+) -> tuple[Array, Array]:
+    """a, and the pool afterwards."""
     shape = (len(rows), sequences.heads, sequences.max_blocks)
-    a = device.upload(np.full_like(q, UNWRITTEN))
+    a, there = device.upload(np.full_like(q, UNWRITTEN)), device.upload(pool)
     work = work_list(rows, shared=sequences.shared, group=group, hidden=hidden, **copies)
     decode_attention(
         device,
         device.upload(q),
-        device.upload(sequences.pool),
+        there,
+        None if newest is None else device.upload(newest),
         device.upload(sequences.tables),
         LAYER,
         *map(device.upload, work.values()),
@@ -98,7 +114,7 @@ def run(
         num_blocks=num_blocks,
         many=many,
     )
-    return device.download(a)
+    return device.download(a), device.download(there)
 
 
 def check(sequences: Sequences, rows: Sequence[Row], q: Array, a: Array) -> None:
@@ -121,7 +137,7 @@ def test_against_float64(device: Device, heads: int, kv_heads: int, head_dim: in
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows(device: Device, window: int, many: bool, int8: bool) -> None:
-    sequences = Sequences([150, 129, 192, 128], 2, 1, 64, shared=2, int8=int8)
+    sequences = Sequences([150, 129, 192, 193], 2, 1, 64, shared=2, int8=int8)
     rows = [Row(slot, length - 1, window) for slot, length in enumerate(sequences.lengths)]
     q = sequences.queries(len(rows))
     check(sequences, rows, q, run(device, sequences, rows, q, many=many))
@@ -156,8 +172,10 @@ def test_against_the_reference(device: Device, int8: bool) -> None:
     work = work_list(rows, shared=2, group=64, hidden=True)
     shape = (len(rows), sequences.heads, sequences.max_blocks)
     expected, o, ml = np.zeros_like(q), np.zeros((*shape, 64), np.float32), np.zeros((*shape, 2), np.float32)
+    newest, pool = sequences.put_newest([(row.slot, row.position) for row in rows]) if int8 else (None, sequences.pool)
     tables = sequences.tables
-    reference.decode_attention(q, sequences.pool, tables, LAYER, *work.values(), o, ml, expected, num_kv_heads=2)
+    reference.decode_attention(q, pool, newest, tables, LAYER, *work.values(), o, ml, expected, num_kv_heads=2)
+    assert not int8 or np.array_equal(pool, sequences.pool)
     a = run(device, sequences, rows, q, hidden=True)
     # A weight next to the middle of two fp16 numbers may be rounded the other way: 2^-11 of it, once in a while.
     np.testing.assert_allclose(a.astype(np.float32), expected.astype(np.float32), rtol=2**-10, atol=2**-10)
@@ -250,6 +268,28 @@ def test_nothing_past_a_rows_position_leaks(device: Device, int8: bool) -> None:
         assert np.array_equal(run(device, sequences, rows, q, many=many), before)
 
 
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_newest_tokens_are_coded_as_the_engine_codes(device: Device, head_dim: int, many: bool) -> None:
+    """At every place of a page; what is not finite shows: a NaN as the scale, infinity as fp16's largest."""
+    sequences = Sequences([PAGE] * 64, 2, 1, head_dim, int8=True)
+    rows = [Row(slot, slot) for slot in range(64)]
+    newest, pool = sequences.put_newest([(row.slot, row.position) for row in rows])
+    newest[5, 0, 0, 9], newest[6, 1, 0, 63] = np.nan, -np.inf
+    there = launch(device, sequences, rows, sequences.queries(64), newest, pool, many=many)[1]
+    for row, (slot, place) in enumerate((row.slot, row.position) for row in rows):
+        page = int8_page(there[sequences.tables[slot, LAYER, 0]], 1)
+        for x, levels, scales in (
+            (newest[row, 0], page.keys[:, place], page.key_scales[:, place]),
+            (newest[row, 1], page.values[:, :, place], page.value_scales[:, place]),
+        ):
+            if np.isnan(x).any():
+                assert np.isnan(scales).all()
+                continue
+            stored = encode(CacheMode.INT8, x)
+            assert np.array_equal(scales, stored["scales"][:, 0]) and np.array_equal(levels, stored["levels"])
+
+
 def test_padding_rows_are_left_alone(device: Device) -> None:
     sequences = Sequences([80], 2, 2, 64)
     q = sequences.queries(3)
@@ -268,13 +308,20 @@ def test_refusals(device: Device) -> None:
     sequences = Sequences([80], 2, 2, 64)
     with pytest.raises(KernelArgumentError, match="65 rows, at most 64"):
         run(device, sequences, [Row(0, 79)] * 65, sequences.queries(65))
-    with pytest.raises(KernelArgumentError, match=r"pool is \(7, 16896\), expected .* = \(7, 8448\)"):
-        coded = Sequences([80], 2, 2, 64, int8=True)
-        coded.kv_heads = 1
-        run(device, coded, [Row(0, 79)], sequences.queries(1))
+    coded = Sequences([80], 2, 2, 64, int8=True)
+    one = [Row(0, 79)], sequences.queries(1)
+    newest, pool = coded.put_newest([(0, 79)])
     with pytest.raises(KernelArgumentError, match="pool is uint8, expected float16"):
-        coded.pool = coded.pool.view(np.uint8)
-        run(device, coded, [Row(0, 79)], sequences.queries(1))
+        launch(device, coded, *one, newest, pool.view(np.uint8))
+    with pytest.raises(KernelArgumentError, match="decode_attention: newest is not given, pool is int8"):
+        launch(device, coded, *one, None, pool)
+    with pytest.raises(KernelArgumentError, match="decode_attention: newest is given, pool is float16"):
+        launch(device, sequences, *one, newest, sequences.pool)
+    with pytest.raises(KernelArgumentError, match=r"newest is \(1, 2, 1, 64\), expected .* = \(1, 2, 2, 64\)"):
+        launch(device, coded, *one, newest[:, :, :1].copy(), pool)
+    coded.kv_heads = 1
+    with pytest.raises(KernelArgumentError, match=r"pool is \(7, 16896\), expected .* = \(7, 8448\)"):
+        launch(device, coded, *one, newest, pool)
     with pytest.raises(KernelArgumentError, match=r"pool is \(7, 16384\), expected .* = \(7, 8192\)"):
         sequences.kv_heads = 1
         run(device, sequences, [Row(0, 79)], sequences.queries(1))

@@ -29,6 +29,7 @@ def decode_attention(
     device: Device,
     q: Array,
     pool: Array,
+    newest: Array | None,
     tables: Array,
     layer: int,
     items: Array,
@@ -51,19 +52,22 @@ def decode_attention(
     q, a        float16 [R, H·D]                     R ≤ 64
     pool        float16 [pages, 2·G·64·D]            G = num_kv_heads
                 int8 [pages, 64·G·(2·D + 4)]         likewise (page_layout.py)
+    newest      float16 [R, 2, G, D]                 int8: K and V of the rows' tokens, as `linear_qkv_rows` leaves
+                                                     them; fp16: None, they are in their pages
     tables      int32 [slots, max_layers, max_blocks]
     items       int32 [max_items, 6]                 slot whose table names the page, block, first entry, 1..64 entries;
                                                      another slot, whose page of the block has the first n tokens too, n
     num_items   int32 [2]                        items, and those of more than one entry, which come first
     entries     int32 [max_entries, 2]               row, ordinal of the split among the row's, ascending from 0
     row_items   int32 [R]                            splits of the row; 0 for a padding row, whose `a` is not written
-    position    int32 [R]                            of the row's token, whose K and V are in its page already
+    position    int32 [R]                            of the row's token
     window      int32 [R]                            0: everything is seen
     partial_o   float32 [R, H, max_blocks, D], partial_ml float32 [R, H, max_blocks, 2]: scratch
 
     Items that many rows share come first: a block takes items in order, and shared ones cost most.  An item whose n is
     not 0 may be read through the other slot's page, which must be the same bit for bit up to there; those of one such
-    page belong side by side, behind the shared ones. With `dependent`, positions and all but the newest tokens' K and V
+    page belong side by side, behind the shared ones. The page of a row's token has one entry; in int8 the token is
+    coded and put there. With `dependent`, positions and all but the newest tokens' K and V
     must have been written before a kernel of the stream that was not launched as a dependent one. For tests:
     `num_blocks` along the items, and the kernel for `many` rows for few as well; bits are the same.
     """
@@ -74,6 +78,7 @@ def decode_attention(
         partial_ml=(partial_ml, "float32", "R, H, B, 2"),
         q=(q, "float16", "R, H*D"),
         pool=expected_pool(pool),
+        newest=(newest, "float16", "R, 2, G, D"),
         tables=(tables, "int32", "S, L, B"),
         items=(items, "int32", "I, 6"),
         num_items=(num_items, "int32", "2"),
@@ -85,6 +90,8 @@ def decode_attention(
     )
     rows, heads, head_dim, blocks = (sizes[name] for name in "RHDB")
     check_heads("decode_attention", sizes, layer)
+    given = "not given" if newest is None else "given"
+    require("decode_attention", (newest is None) != is_int8(pool), f"newest is {given}, pool is {pool.dtype}")
     require("decode_attention", rows <= MOST_ROWS, f"{rows} rows, at most {MOST_ROWS} are possible")
     defines = attention_defines(pool, head_dim, heads // num_kv_heads)
     many = rows * heads > _TILE_QUERIES * num_kv_heads or bool(many)
@@ -93,7 +100,7 @@ def decode_attention(
     # blocks that were given least.
     num_blocks = min(sizes["I"], num_blocks or (at_once if many else at_once + rows))
     arguments: tuple[Argument, ...] = (
-        *(q, pool, tables, items, num_items, entries, position, window, partial_o, partial_ml),
+        *(q, pool, newest, tables, items, num_items, entries, position, window, partial_o, partial_ml),
         *map(np.int32, (layer * blocks, sizes["L"] * blocks, rows, heads, num_kv_heads, blocks)),
         softmax_scale(head_dim),
     )

@@ -129,10 +129,10 @@ class Decoder:
         """From the stream to what the o linear adds to it."""
         rows, arena, batch, packed = tokens.slots.shape[0], self._arena, self.batch, layer.block.o.packed
         q = self._q[:rows]
-        self._projection.decode(layer, self._stream, tokens, q)
+        newest = self._projection.decode(layer, self._stream, tokens, q)
         decode_attention(
-            self._device, q, arena.pool, arena.tables, layer.index, batch.items, batch.num_items, batch.entries,
-            batch.row_items(rows), tokens.positions, batch.window(rows), self._partial_o[:rows],
+            self._device, q, arena.pool, newest, arena.tables, layer.index, batch.items, batch.num_items,
+            batch.entries, batch.row_items(rows), tokens.positions, batch.window(rows), self._partial_o[:rows],
             self._partial_ml[:rows], self._a[:rows], num_kv_heads=self._model.spec.n_kv_heads, dependent=True,
         )  # fmt: skip
         linear_partials(self._device, packed, self._a[:rows], self._stream.joining(packed), dependent=True)

@@ -87,7 +87,7 @@ class Hidden:
         )  # fmt: skip
         self._keys_values(layer.block, rows, tokens, arena.tables, layer.index)
 
-    def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> None:
+    def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> Array | None:
         count, model = q.shape[0], self._model
         queries, keys_values = (linear.packed for linear in layer.block.qkv)
         given = stream.fold(layer.before_attention, queries, alone=True)
@@ -98,6 +98,7 @@ class Hidden:
         )  # fmt: skip
         self._step(layer, rows, queries, given.y, given.columns, q)
         self._step(layer, rows, keys_values, y, columns, None)
+        return None
 
     def capture_common(self, loops: int) -> None:
         """Graphs of short prefixes made active."""

@@ -20,7 +20,6 @@ from tinyloop_service.engine.cuda.products import ProductKind, Products
 from tinyloop_service.engine.cuda.schedule import Layer
 from tinyloop_service.engine.cuda.stream import DecodeStream
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
-from tinyloop_service.kernels.append import append_int8
 from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.linear import linear_qkv, linear_qkv_rows
 from tinyloop_service.kernels.rope import rope
@@ -48,8 +47,9 @@ class Projection(Protocol):
         """Of a pass, q.shape[0] rows.  x fp32, y fp16 [max_rows, d_model]: the stream, and its norm."""
         ...
 
-    def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> None:
-        """Of a step, up to and with the fold before attention."""
+    def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> Array | None:
+        """Of a step, up to and with the fold before attention.  Where it is attention that puts K and V of the rows'
+        tokens into pages: these, fp16 [rows, 2, G, D]."""
         ...
 
 
@@ -76,7 +76,7 @@ class Direct:
             arena.tables, layer.index, arena.pool, q, num_kv_heads=spec.n_kv_heads, pairing=spec.rope_pairing,
         )  # fmt: skip
 
-    def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> None:
+    def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> Array | None:
         model, arena, packed = self._model, self._arena, layer.block.qkv[0].packed
         given = stream.fold(layer.before_attention, packed)
         linear_qkv(
@@ -84,13 +84,14 @@ class Direct:
             model.cos, model.sin, q, num_kv_heads=model.spec.n_kv_heads, columns=given.columns,
             dependent=given.dependent,
         )  # fmt: skip
+        return None
 
 
 class Coded(Direct):
     """A `Projection` to int8 pages.
 
-    A step's K and V come side by side, in fp16; from there they are coded, for a scale belongs to a whole vector, of
-    which a block of `linear_qkv` has but a part.
+    A step's K and V come side by side, in fp16; attention codes them, for a scale belongs to a whole vector, of which a
+    block of `linear_qkv` has but a part.
     """
 
     def __init__(
@@ -101,14 +102,12 @@ class Coded(Direct):
         spec = model.spec
         self._kv = device.zeros((step_rows, 2, spec.n_kv_heads, spec.head_dim), np.float16)
 
-    def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> None:
-        device, model, arena, packed = self._device, self._model, self._arena, layer.block.qkv[0].packed
+    def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> Array | None:
+        device, model, packed = self._device, self._model, layer.block.qkv[0].packed
         kv = self._kv[: q.shape[0]]
         given = stream.fold(layer.before_attention, packed)
         linear_qkv_rows(
             device, packed, given.y, rows.positions, kv, model.cos, model.sin, q, columns=given.columns,
             dependent=given.dependent,
         )  # fmt: skip
-        append_int8(
-            device, kv, rows.positions, rows.slots, arena.tables, layer.index, arena.pool, dependent=True
-        )  # fmt: skip
+        return kv

@@ -20,6 +20,7 @@ Array = NDArray[Any]
 def decode_attention(
     q: Array,
     pool: Array,
+    newest: Array | None,
     tables: Array,
     layer: int,
     items: Array,
@@ -34,11 +35,14 @@ def decode_attention(
     *,
     num_kv_heads: int,
 ) -> None:
-    """Writes `a`, and the partials on the way there."""
+    """Writes `a`, the partials on the way there, and in int8 the rows' tokens to their pages."""
     heads, head_dim = partial_o.shape[1], partial_o.shape[3]
     queries = q.reshape(len(q), num_kv_heads, heads // num_kv_heads, head_dim).astype(np.float32)
     for slot, block, first, count, *_ in items[: int(num_items[0])].tolist():  # the others only save reading
-        page = read_page(pool[tables[slot, layer, block]], num_kv_heads)
+        stored, last = pool[tables[slot, layer, block]], int(entries[first, 0])
+        if newest is not None and count == 1 and position[last] // PAGE_TOKENS == block:
+            page_views(stored, num_kv_heads).put(position[last] % PAGE_TOKENS, *newest[last])
+        page = read_page(stored, num_kv_heads)
         for row, ordinal in entries[first : first + count].tolist():
             at = np.arange(block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS)
             hidden = (at > position[row]) | ((at <= position[row] - window[row]) & (window[row] > 0))
