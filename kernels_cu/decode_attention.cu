@@ -154,10 +154,10 @@ DEVICE void load_unsettled(PagePieces& page, const CopiedPage& from, const UnitS
 }
 
 // A row's newest token, if it belongs to the unit's page: at `place`.  K by one warp, V by another.
-DEVICE void code_newest(Newest& coded, const u16* newest, int row, const Lists& lists, const PageHead& page, int place) {
+DEVICE void share_newest(Newest& coded, const u16* newest, int row, const Lists& lists, const PageHead& page, int place) {
   const int which = threadIdx.x / 32;
   if (which > kValue) return;
-  code_newest(coded, load_newest(newest, which, row, lists), which, page, place);
+  share_newest(coded, page, load_newest(newest, which, row, lists), which, place);
 }
 
 // Into the warp's share of the page.
@@ -299,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     load_queries(exchange.queries, q, unit, entries, num_heads);
     if (sight.settled_end < kPageTokens) load_unsettled(page, from, sight);
     const int place = unit.num_entries == 1 ? place_of_newest(entries.of[0].sight) : -1;
-    if (place >= 0) code_newest(exchange, newest, entries.of[0].row, lists, from, place);
+    if (place >= 0) share_newest(exchange, newest, entries.of[0].row, lists, from, place);
     cp_async_wait<0>();
     __syncthreads();
     if (place >= 0) put_newest(page, from, exchange, place);

@@ -17,20 +17,21 @@
 // moved: as decode_attention.cu.
 #include "decode_alone.cuh"
 #include "decode_work.cuh"
+#include "newest.cuh"
 #include "shared_page.cuh"
 
 constexpr int kBlocksPerSm = 4;
 
-// A shared unit's page, or what warps alone have copies of; and the rows of these.
+// A shared unit's page, or what warps alone have copies of; and the queries of these.
 struct SideBySide {
   SharedPage page;
-  OwnRow own[kWarps];
+  OwnQueries queries[kWarps];
 };
 
 // Without copies: 15 or 16 heads of 128 halves do not fit beside a page.
 union TakingTurns {
   SharedPage page;
-  OwnRow own[kWarps];
+  OwnQueries queries[kWarps];
 };
 
 template <bool kCopies>
@@ -158,9 +159,33 @@ DEVICE void attend_together(const Partials& partials, const SharedPage& page, co
   }
 }
 
+// Which items of one row the block's warps take in a round, four neighbours; all in all num_items, from num_shared on.
+struct Alone {
+  const u16* newest;
+  int num_shared, num_items;
+
+  DEVICE int first(int index) const { return num_shared + (index - num_shared) * kWarps; }
+};
+
+// Before all else that the block does with what the kernel before wrote: its rows' newest tokens, into their pages.
+DEVICE void put_newest(const Alone& alone, int round, const Lists& lists, const Batch& batch) {
+  if (sizeof(Stored) > 1) return;  // they are there
+#pragma unroll 1
+  for (int index = index_of_round(round);; index = index_of_round(++round)) {
+    if (index < alone.num_shared) continue;
+    const int item = alone.first(index) + static_cast<int>(threadIdx.x / 32);
+    if (alone.first(index) >= alone.num_items) return;
+    if (item >= alone.num_items) continue;
+    const Unit unit = read_unit(lists.items[item], lists);
+    const Entry entry = read_entry(unit.first_entry, unit, lists, batch);
+    const int place = place_of_newest(entry.sight);
+    if (place >= 0) put_in_page(page_head(lists, unit.page), alone.newest, entry.row, lists, place);
+  }
+}
+
 // Items of several rows: progress.num_items of them.
 DEVICE void work_together(const Partials& partials, SharedPage& page, Entries& entries, Progress& progress,
-                          const u16* q, const Lists& lists, const Batch& batch, float scale) {
+                          const Alone& alone, const u16* q, const Lists& lists, const Batch& batch, float scale) {
   while (progress.index < progress.num_items) {
     const Unit unit = read_unit(progress.item, lists);
     const int round = progress.round;
@@ -171,6 +196,7 @@ DEVICE void work_together(const Partials& partials, SharedPage& page, Entries& e
     const PageHead from = page_head(lists, unit.page);
     copy_page(page, from, sight.any, 0, sight.settled_end);
     wait_once(round);
+    if (round == 0) put_newest(alone, round, lists, batch);
     if (sight.settled_end < kPageTokens) copy_page(page, from, sight.any, sight.settled_end, kPageTokens);
     attend_together(partials, page, q, unit, entries, lists, sight.any, scale);
     __syncthreads();  // nobody still reads the page and the entries
@@ -179,13 +205,13 @@ DEVICE void work_together(const Partials& partials, SharedPage& page, Entries& e
 
 // Items of one row, from `num_shared` on.  Those of one source are neighbours: what its first warp's page is a copy of
 // goes to shared memory for all four.
-DEVICE void work_alone(const Partials& partials, Shared& shared, const Progress& progress, int num_items, const u16* q,
-                       const u16* newest, const Lists& lists, const Batch& batch, float scale) {
-  const int num_shared = progress.num_items, warp = threadIdx.x / 32;
+DEVICE void work_alone(const Partials& partials, Shared& shared, const Progress& progress, const Alone& alone,
+                       const u16* q, const Lists& lists, const Batch& batch, float scale) {
+  const int warp = threadIdx.x / 32, num_items = alone.num_items;
   int round = progress.round, index = progress.index;
 #pragma unroll 1
-  for (; num_shared + (index - num_shared) * kWarps < num_items; index = index_of_round(++round)) {
-    const int first = num_shared + (index - num_shared) * kWarps, item = first + warp;
+  for (; alone.first(index) < num_items; index = index_of_round(++round)) {
+    const int first = alone.first(index), item = first + warp;
     const Unit lead = read_unit(lists.items[first], lists);
     const Unit unit = read_unit(lists.items[min(item, num_items - 1)], lists);
     Entry entry = read_entry(unit.first_entry, unit, lists, batch);
@@ -193,12 +219,12 @@ DEVICE void work_alone(const Partials& partials, Shared& shared, const Progress&
     __syncthreads();  // nobody still reads the page
     if (kCopies) copy_first(shared.page, page_head(lists, lead.source), lead.copied_end);
     wait_once(round);
-    OwnRow& row = shared.own[warp];
-    load_own_queries(row, q, entry.row, lists.num_heads);
-    const NewestParts parts = {load_newest(newest, kKey, entry.row, lists), load_newest(newest, kValue, entry.row, lists)};
+    if (round == 0) put_newest(alone, round, lists, batch);
+    __syncwarp();
+    load_own_queries(shared.queries[warp], q, entry.row, lists.num_heads);
     const int copied_end = kCopies && unit.source == lead.source ? min(unit.copied_end, lead.copied_end) : 0;
     const OwnPage own = {shared.page, page_head(lists, unit.page), copied_end};
-    attend_alone(partials, row, parts, own, entry, item < num_items, lists, scale);
+    attend_alone(partials, shared.queries[warp], own, entry, item < num_items, lists, scale);
   }
 }
 
@@ -214,11 +240,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const Lists lists = {items,        all_entries, tables + table_offset, pool,
                        table_stride, num_heads,   num_kv_heads,          max_blocks};
   const Partials partials = {partial_o, partial_ml};
-  const int num_all = num_items[0];
-  if (threadIdx.x == 0) progress = {items[blockIdx.y], static_cast<int>(blockIdx.y), 0, num_items[1]};
+  const Alone alone = {newest, num_items[1], num_items[0]};
+  if (threadIdx.x == 0) progress = {items[blockIdx.y], static_cast<int>(blockIdx.y), 0, alone.num_shared};
   read_batch(batch, position, window, num_rows);
   __syncthreads();
-  work_together(partials, shared.page, entries, progress, q, lists, batch, scale);
-  work_alone(partials, shared, progress, num_all, q, newest, lists, batch, scale);
+  work_together(partials, shared.page, entries, progress, alone, q, lists, batch, scale);
+  work_alone(partials, shared, progress, alone, q, lists, batch, scale);
   if (blockIdx.y == 0) dependency_wait();  // a kernel without items, too, ends after the one before it
 }

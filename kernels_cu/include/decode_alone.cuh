@@ -3,17 +3,13 @@
 // out of shared memory, where the block has it for all its warps.
 #pragma once
 
-#include "newest.cuh"
 #include "shared_page.cuh"
 
 constexpr int kHalfSteps = kSteps / 2;
 constexpr int kHalfTokens = kPageTokens / 2;
 constexpr int kOwnHalves = kQueriesPerKv > 8 ? 2 : 1;  // of a tile that hold heads
 
-// A warp's row: the heads' queries, and its newest token.
-struct OwnRow : Newest {
-  QueryRows<kQueriesPerKv> queries;
-};
+typedef QueryRows<kQueriesPerKv> OwnQueries;
 
 struct HalfKeys {
   StepKeys steps[kHalfSteps];
@@ -22,11 +18,6 @@ struct HalfKeys {
 // Of a group's output dims: the lane's 8 tokens of each half of the page.
 struct GroupValues {
   Piece tiles[kGroupTiles][kTokenPieces];
-};
-
-// Under way.
-struct NewestParts {
-  NewestPart key, value;
 };
 
 // A row's page: its first tokens in shared memory, the others where they are.
@@ -105,72 +96,42 @@ DEVICE void read_group_values(GroupValues& loaded, const OwnPage& page, int grou
 }
 
 // Asks for the heads' queries.
-DEVICE void load_own_queries(OwnRow& held, const u16* q, int row, int num_heads) {
+DEVICE void load_own_queries(OwnQueries& held, const u16* q, int row, int num_heads) {
   const u16* queries = q + (row * num_heads + static_cast<int>(blockIdx.x) * kQueriesPerKv) * kHeadDim;
 #pragma unroll 1
   for (int i = threadIdx.x % 32; i < kQueriesPerKv * kRowPieces; i += 32) {
     const int head = i / kRowPieces, piece = i % kRowPieces;
-    cp_async16(&held.queries.rows[head][place_of_piece(head, piece)], queries + 8 * i, true);
+    cp_async16(&held.rows[head][place_of_piece(head, piece)], queries + 8 * i, true);
   }
   cp_async_commit();
 }
 
-// The row's newest token, coded, into the keys of half j.
-DEVICE void put_half_keys(HalfKeys& keys, const Newest& coded, int j, int place) {
-#pragma unroll
-  for (int i = 0; i < kHalfSteps; ++i) put_key(keys.steps[i], coded, kHalfSteps * j + i, place);
-}
-
-// Into a group's values, of the page as well.
-DEVICE void put_group_values(GroupValues& values, const PageHead& page, const Newest& coded, int group, int place) {
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, octet = place / kPieceElements;
-#pragma unroll
-  for (int j = 0; j < kTokenPieces; ++j)
-    if (4 * j + t == octet) {
-#pragma unroll
-      for (int n = 0; n < kGroupTiles; ++n) {
-        const int dim = group * kHeadDim / 2 + 8 * n + g;
-        const Piece* in_page = reinterpret_cast<const Piece*>(page.values) + value_piece(dim, octet);
-        put_value(values.tiles[n][j], in_page, coded, dim, place);
-      }
-    }
-}
-
 // The second half of the page comes first: it is what the row has of its own where it has copies, and is under way while
 // the queries and the copies come.  All warps of a block do this together.
-DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, GroupValues& group, OwnRow& row, const NewestParts& newest,
+DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, GroupValues& group, const OwnQueries& queries,
                       const OwnPage& page, Sight sight, float scale) {
   const Sight own = page.of_own(sight), copied = page.of_copied(sight);
   StepScores scores[kSteps] = {};
   StepScales values[kSteps];
   HalfKeys keys;
-  const int first = sees_half(sight, 1) ? 1 : 0, place = place_of_newest(sight);
+  const int first = sees_half(sight, 1) ? 1 : 0;
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) values[s] = load_scales(page.own.value_scales, s, sees_some(own, first_token(s / 2), 8));
   load_half_keys(keys, page.own, first, own);
   __syncwarp();  // not only after the queries have come
-  if (place >= 0) {
-    code_newest(row, newest.key, kKey, page.own, place);
-    code_newest(row, newest.value, kValue, page.own, place);
-  }
   cp_async_wait<0>();
   __syncthreads();
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
     if (sees_some(copied, first_token(s / 2), 8)) values[s] = page.copied.value_scales(s);
-  if (place >= 0) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) put_scale(values[s], row, kValue, s, place);
-  }
 #pragma unroll
   for (int j = 1; j >= 0; --j) {
     if (!sees_half(sight, j)) continue;
     if (j == 0 && first == 1) load_half_keys(keys, page.own, 0, own);
     read_half_keys(keys, page.copied, j, copied);
-    if (place >= 0 && j == first) put_half_keys(keys, row, j, place);
 #pragma unroll
     for (int i = 0; i < kHalfSteps; ++i)
-      score(scores[kHalfSteps * j + i], TileQueries<kOwnHalves, kQueriesPerKv>{row.queries}, keys.steps[i]);
+      score(scores[kHalfSteps * j + i], TileQueries<kOwnHalves, kQueriesPerKv>{queries}, keys.steps[i]);
   }
   load_group_values(group, page, 0, sight);  // in time
   Sight sights[kOwnHalves];
@@ -180,11 +141,9 @@ DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, GroupValues& group, OwnR
 
 // o of a group's dims, to dims[half] where that is not null.
 DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalves>& weights, const OwnPage& page,
-                    const Newest& coded, GroupValues& values, int group, Sight sight) {
-  const int place = place_of_newest(sight);
+                    GroupValues& values, int group, Sight sight) {
   float o[kGroupTiles][4] = {};
   read_group_values(values, page, group, sight);
-  if (place >= 0) put_group_values(values, page.own, coded, group, place);
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     if (!sees_half(sight, s / 2)) continue;
@@ -203,13 +162,13 @@ DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalv
 
 // What a row sees of a page, by this warp: o, m and l of each head; nothing is stored unless the row `exists`.  Its
 // queries are under way.
-DEVICE void attend_alone(const Partials& partials, OwnRow& row, const NewestParts& newest, const OwnPage& page,
-                         const Entry& entry, bool exists, const Lists& lists, float scale) {
+DEVICE void attend_alone(const Partials& partials, const OwnQueries& queries, const OwnPage& page, const Entry& entry,
+                         bool exists, const Lists& lists, float scale) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   PageWeights<kOwnHalves> weights;
   float* dims[kOwnHalves];  // null: no head
   GroupValues values;
-  weigh_own(weights, values, row, newest, page, entry.sight, scale);
+  weigh_own(weights, values, queries, page, entry.sight, scale);
 #pragma unroll
   for (int half = 0; half < kOwnHalves; ++half) {
     const int nth = g + 8 * half, head = static_cast<int>(blockIdx.x) * kQueriesPerKv + nth;
@@ -220,6 +179,6 @@ DEVICE void attend_alone(const Partials& partials, OwnRow& row, const NewestPart
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
     if (group > 0) load_group_values(values, page, group, entry.sight);
-    mix_own(dims, weights, page, row, values, group, entry.sight);
+    mix_own(dims, weights, page, values, group, entry.sight);
   }
 }
