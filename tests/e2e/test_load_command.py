@@ -76,6 +76,20 @@ def test_an_open_loop_through_processes_as_file_page_and_table(server: Server, t
         assert re.search(f"^{re.escape(word)}.*", done.out, re.MULTILINE), f"{word} is defined under the numbers"
 
 
+def test_errors_that_the_workload_does_not_name_are_told_first_and_end_it_with_1(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with a queue of one, and 32 callers at once: some get an answer, the others QUEUE_FULL."""
+    monkeypatch.setenv("TINYLOOP_MAX_QUEUE", "1")
+    done = tinyloop("load", "--in-process", tiny, "-c", "32", *SMALL, "--json", "-", status=1)
+    [phase] = Result.from_json(done.out).phases
+    assert phase.counts.completed > 0 and phase.counts.failed > 0
+    assert [(error.code, error.reason, error.expected) for error in phase.errors] == [
+        ("UNAVAILABLE", "QUEUE_FULL", False)
+    ]
+    assert f"{phase.errors[0].count} errors UNAVAILABLE QUEUE_FULL: " in done.err
+
+
 async def test_a_process_that_is_gone_is_said_so(server: Server) -> None:
     workload = parse_workload("x", {"about": "x", "prefixes": 1, "prefix_len": 8, "suffix_len": 1, "output_len": 1})
     job = Job(Way.SHARED, time.monotonic_ns(), 0.0, 0.1, 1.0, None, callers=1)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tinyloop_service.cli import load_view, output
 from tinyloop_service.cli.load import _status
-from tinyloop_service.load.results import Result, Verification
+from tinyloop_service.load.results import ErrorCount, Result, Verification
 
 
 def shown(result: Result, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -31,6 +31,21 @@ def test_errors_come_first_by_code_and_reason(capsys: pytest.CaptureFixture[str]
     troubles = lines[: lines.index("")]
     assert any("requests had not ended" in line for line in troubles)
     assert troubles[-1] == "differs: request 7, shared: token 3 is 41, alone 40"
+
+
+def test_errors_that_nobody_expects_come_before_those_that_belong_to_the_workload(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    [first] = quiet().phases
+    gone = ErrorCount("NOT_FOUND", "PREFIX_EXPIRED", 40, True, "it has expired")
+    full, fault = ErrorCount("UNAVAILABLE", "QUEUE_FULL", 2, False, "full"), ErrorCount("INTERNAL", "", 3, False, "bug")
+    phases = (replace(first, errors=(gone, fault)), replace(first, load=2.0, errors=(gone, full, fault)))
+    result = replace(quiet(), phases=phases)
+    told = ["6 errors INTERNAL: bug", "2 errors UNAVAILABLE QUEUE_FULL: full"]
+    told.append("80 errors NOT_FOUND PREFIX_EXPIRED, expected: it has expired")
+    assert shown(result, capsys)[:3] == told
+    load_view.print_troubles(result)
+    assert capsys.readouterr() == ("", "\n".join(told) + "\n")
 
 
 def test_a_run_without_trouble_begins_with_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +96,9 @@ def test_the_exit_status_tells_what_must_not_be_relied_on() -> None:
     [phase] = quiet().phases
     nothing = replace(phase, counts=replace(phase.counts, completed=0))
     assert _status(replace(quiet(), phases=(nothing,))) == 1
+    error = ErrorCount("NOT_FOUND", "PREFIX_EXPIRED", 1, True, "it has expired")
+    assert _status(replace(quiet(), phases=(replace(phase, errors=(error,)),))) == 0, "the workload provokes it"
+    assert _status(replace(quiet(), phases=(replace(phase, errors=(replace(error, expected=False),)),))) == 1
 
 
 def test_pages_that_did_not_come_back_are_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,8 +119,9 @@ def load(server: Connection, json_path: Path | None, report_path: Path | None, *
     """Load a server as its users would, and say how it did: latencies, throughput, what sharing is worth.
 
     Workloads: rag, chat-template, few-shot, gsp, prefix-repetition, zipf-churn, cancel-heavy, one-huge-build, or a
-    file like theirs.  Prefixes are made before, and deleted afterwards.  Ends with 1 where latencies
-    are the harness's own, where no request was completed, or where an answer differs.
+    file like theirs.  Prefixes are made before, and deleted afterwards.  Ends with 1 where anything failed
+    with an error that the workload does not name, where latencies are the harness's own, where no request was
+    completed, or where an answer differs.
 
     \b
     Examples:
@@ -150,6 +151,7 @@ def _deliver(result: Result, json_path: Path | None, report_path: Path | None) -
             json_path.write_text(result.to_json() + "\n", encoding="utf-8")
     finally:  # a disk that is full takes nothing from who reads
         if str(json_path) == "-":
+            load_view.print_troubles(result)
             print(result.to_json())
         else:
             load_view.print_result(result)
@@ -158,7 +160,8 @@ def _deliver(result: Result, json_path: Path | None, report_path: Path | None) -
 
 
 def _status(result: Result) -> int:
-    """1 where figures or answers must not be relied on."""
-    failed = any(phase.lag.bottleneck or not phase.counts.completed for phase in result.phases)
+    """1 where something failed unexpectedly, or where figures or answers must not be relied on."""
+    failed = any(not error.expected for _, error in result.errors())
+    useless = any(phase.lag.bottleneck or not phase.counts.completed for phase in result.phases)
     check = result.verification
-    return int(failed or (check is not None and check.alike < check.asked))
+    return int(failed or useless or (check is not None and check.alike < check.asked))

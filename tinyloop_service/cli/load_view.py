@@ -81,6 +81,12 @@ def _moving(workload: str, status: Status) -> Table:
     return table
 
 
+def print_troubles(result: Result) -> None:
+    """On standard error, where standard output is a script's."""
+    for line in _troubles(result):
+        output.err.print(line)
+
+
 def print_result(result: Result) -> None:
     """Errors first, then figures, then what they mean."""
     for line in _troubles(result):
@@ -107,10 +113,11 @@ def _troubles(result: Result) -> Iterator[Text]:
     counted: dict[tuple[str, str], list[ErrorCount]] = {}
     for _, error in result.errors():
         counted.setdefault((error.code, error.reason), []).append(error)
-    for (code, reason), errors in counted.items():
-        number, note = sum(error.count for error in errors), ", expected" if errors[0].expected else ""
-        style = "yellow" if errors[0].expected else "bold red"
-        yield Text.assemble((f"{number} errors {code} {reason}{note}: ", style), errors[0].example)
+    kinds = [(errors[0].expected, -sum(error.count for error in errors), errors[0]) for errors in counted.values()]
+    for expected, number, one in sorted(kinds, key=lambda kind: kind[:2]):
+        note, style = (", expected", "yellow") if expected else ("", "bold red")
+        kind = f"{one.code} {one.reason}".strip()
+        yield Text.assemble((f"{-number} errors {kind}{note}: ", style), one.example)
     for phase in result.phases:
         if phase.counts.unfinished:
             yield Text(f"{phase.name}: {phase.counts.unfinished} requests had not ended when waiting ended", "bold red")
