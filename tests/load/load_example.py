@@ -7,6 +7,7 @@ measured, which its metadata says.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from tinyloop_service.load.results import (
@@ -89,6 +90,12 @@ def phase(way: Way, rate: float) -> Phase:
         pages_before=0,
         pages_after=0,
     )
+
+
+def slowed(one: Phase, why: str) -> Phase:
+    """As it is reported where the harness was the bottleneck."""
+    throughput = replace(one.throughput, goodput_per_s=None, goodput_share=None)
+    return replace(one, latencies=None, throughput=throughput, lag=replace(one.lag, bottleneck=why))
 
 
 def second(way: Way, rate: float, at: int) -> Second:

@@ -192,15 +192,17 @@ def test_the_harness_says_when_it_was_too_late(late_ms: float, measured_ms: floa
     assert (measures.bottleneck(None, steady(late_ms), 0.0, taken) is not None) is is_late
 
 
-def test_a_harness_that_was_the_bottleneck_reports_no_latencies_and_all_else() -> None:
+def test_a_harness_that_was_the_bottleneck_reports_neither_latencies_nor_goodput_and_all_else() -> None:
     requests = [sent(1000, (1100, 1), (1120, 1))]
     for slow in (turn(requests, busy=0.97), turn(requests, late_ms=80)):
-        found = phase(slow)
+        found = phase(slow, slo=Slo(ttft_ms=200))
         assert found.lag.bottleneck is not None and "--processes" in found.lag.bottleneck
         assert found.latencies is None
+        assert found.throughput.goodput_per_s is None and found.throughput.goodput_share is None
         assert found.throughput.tokens_per_s == 2 / 4
         assert found.counts.completed == 1
-    shared_loop = phase(turn(requests, busy=0.97, late_ms=80), own_loop=False)
+    shared_loop = phase(turn(requests, busy=0.97, late_ms=80), slo=Slo(ttft_ms=200), own_loop=False)
+    assert shared_loop.throughput.goodput_share == 1.0
     assert shared_loop.latencies is not None, "what is late there may be the scheduler, which is measured"
     assert shared_loop.lag.loop is not None and shared_loop.lag.loop.p50 == near(80)
 

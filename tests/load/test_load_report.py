@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from browser import open_page
-from load_example import example, phase
+from load_example import example, phase, slowed
 
 from tinyloop_service import plotting
 from tinyloop_service.errors import InvalidArgument
@@ -89,12 +89,25 @@ def test_nothing_measured_draws_nothing(tmp_path: Path) -> None:
 
 def test_a_harness_that_was_too_slow_says_so_first_and_draws_no_latency(tmp_path: Path) -> None:
     kept_up = phase(Way.SHARED, 2.0)
-    slow = phase(Way.SHARED, 4.0)
-    slow = replace(slow, latencies=None, lag=replace(slow.lag, bottleneck="its loop woke 34 ms late"))
+    slow = slowed(phase(Way.SHARED, 4.0), "its loop woke 34 ms late")
     parts = written(replace(single(slow), phases=(kept_up, slow)), tmp_path)
-    assert parts.of("h1") == ["The harness was the bottleneck in 1 of 2 runs: their latencies are not reported."]
+    said = "The harness was the bottleneck in 1 of 2 runs: their latencies and goodput are not reported."
+    assert parts.of("h1") == [said]
+    assert "within the SLO" in parts.of("text"), "of the load that it kept up with"
     assert "4 requests/s, shared prefix: its loop woke 34 ms late" in parts.of("li")
     assert parts.plots == {"served-open", "distributions", "rows", "pages"}, "one point is no curve"
+
+
+def test_goodput_that_nobody_knows_is_neither_said_nor_drawn(tmp_path: Path) -> None:
+    slow = tuple(slowed(one, "its loop woke 34 ms late") for one in example().phases)
+    sweeps = tuple(replace(sweep, best_load=None, best_goodput_per_s=None) for sweep in example().sweeps)
+    parts = written(replace(example(), phases=slow, sweeps=sweeps), tmp_path)
+    assert "within the SLO" not in parts.of("text") and "Requests completed per second against the load." in [
+        text.strip() for text in parts.of("figcaption")
+    ]
+    value = parts.texts.index(("span", "Most goodput")) + 1
+    assert parts.texts[value] == ("b", "–")
+    assert "unknown, the harness kept up with no load" in parts.texts[value + 1][1]
 
 
 def test_expected_errors_are_told_apart_and_what_is_quoted_cannot_break_the_page(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from load_example import example
+from load_example import example, slowed
 
 from tinyloop_service.load.results import Counts, Driving, Phase, Throughput, Way
 from tinyloop_service.load.search import Search, comparisons, knee_of, sweep_of
@@ -76,6 +76,8 @@ def test_the_best_goodput_is_of_a_load_at_which_enough_keep_the_slo() -> None:
     found = sweep_of(Way.SHARED, phases)
     assert (found.best_load, found.best_goodput_per_s, found.knee) == (4.0, 4.0, 4.0)
     assert sweep_of(Way.SHARED, [open_phase(8.0, 5.0)]).best_load is None
+    withheld = [*phases[:2], slowed(phases[2], "late"), phases[3]]
+    assert sweep_of(Way.SHARED, withheld).best_load == 2.0, "what is not known is not the best"
 
 
 def test_what_sharing_is_worth_is_said_of_loads_that_were_run_both_ways() -> None:

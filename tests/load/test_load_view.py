@@ -6,7 +6,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
-from load_example import example
+from load_example import example, slowed
 from rich.console import Console
 
 from tinyloop_service.cli import load_view, output
@@ -81,13 +81,27 @@ def test_nothing_is_cut_off_on_a_terminal(monkeypatch: pytest.MonkeyPatch, width
 
 def test_latencies_of_a_bottleneck_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     [phase] = quiet().phases
-    slow = replace(phase, latencies=None, lag=replace(phase.lag, bottleneck="it sent requests 90.0 ms late (p95)"))
-    result = replace(quiet(), phases=(slow,))
+    result = replace(quiet(), phases=(slowed(phase, "it sent requests 90 ms late"),))
     lines = shown(result, capsys)
-    assert lines[0] == "1/s, shared: no latencies, the harness was the bottleneck: it sent requests 90.0 ms late (p95)"
+    told = "1/s, shared: no latencies and no goodput, the harness was the bottleneck: it sent requests 90 ms late"
+    assert lines[0] == told
     [line] = [line for line in lines if line.startswith("1/s, shared  ")]
-    assert line.split()[2:6] == [str(phase.counts.offered), "1.00", "32", "–"], "the rest is still reported"
+    offered, rate, tokens, *latencies, cached, goodput = line.split()[2:]
+    assert (offered, rate, tokens, cached) == (str(phase.counts.offered), "1.00", "32", "93.0%"), "it is still reported"
+    assert {*latencies, goodput} == {"–"}
     assert _status(result) == 1
+
+
+def test_a_sweep_says_of_which_loads_it_knows_the_goodput(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = example().phases
+    for keep, said in (
+        (len(phases), "most goodput 4.92/s, at 6"),
+        (len(phases) - 2, "most goodput 4.92/s, at 6, of those that the harness kept up with"),
+        (0, "goodput unknown: the harness kept up with no load"),
+    ):
+        slow = tuple(slowed(phase, "late") for phase in phases[keep:])
+        lines = shown(replace(example(), phases=(*phases[:keep], *slow)), capsys)
+        assert f"shared: knee at 6; {said}" in lines
 
 
 def test_the_exit_status_tells_what_must_not_be_relied_on() -> None:

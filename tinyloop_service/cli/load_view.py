@@ -125,7 +125,8 @@ def _troubles(result: Result) -> Iterator[Text]:
             yield Text(f"{phase.name}: no request was completed", style="bold red")
         if phase.lag.bottleneck:
             yield Text(
-                f"{phase.name}: no latencies, the harness was the bottleneck: {phase.lag.bottleneck}", "bold red"
+                f"{phase.name}: no latencies and no goodput, the harness was the bottleneck: {phase.lag.bottleneck}",
+                "bold red",
             )
         if phase.pages_after < 0:
             yield Text(f"{phase.name}: the server did not say what requests hold afterwards", style="bold yellow")
@@ -189,7 +190,10 @@ def _columns(result: Result) -> dict[str, Sequence[str]]:
         columns[name] = [_ms(None if each is None else getattr(each, what), figure) for each in times]
     columns["cached"] = ["–" if rate is None else f"{rate:.1%}" for rate in cached]
     if result.metadata.slo is not None:
-        columns["goodput"] = [f"{rate.goodput_per_s:.2f}/s {rate.goodput_share:.0%}" for rate in rates]
+        columns["goodput"] = [
+            "–" if rate.goodput_per_s is None else f"{rate.goodput_per_s:.2f}/s {rate.goodput_share:.0%}"
+            for rate in rates
+        ]
     return columns
 
 
@@ -257,9 +261,7 @@ def _worth(result: Result) -> Iterator[Text]:
 
 def _found(result: Result) -> Iterator[Text]:
     for sweep in result.sweeps:
-        yield Text.assemble(
-            (f"{sweep.way.value}: ", "bold"), "; ".join(_swept(sweep, has_slo=result.metadata.slo is not None))
-        )
+        yield Text.assemble((f"{sweep.way.value}: ", "bold"), "; ".join((_knee(sweep), *_goodput(sweep, result))))
     if (check := result.verification) is not None:
         style = "green" if check.alike == check.asked else "bold red"
         yield Text.assemble(
@@ -267,15 +269,20 @@ def _found(result: Result) -> Iterator[Text]:
         )
 
 
-def _swept(sweep: Sweep, *, has_slo: bool) -> Sequence[str]:
+def _knee(sweep: Sweep) -> str:
     if sweep.knee is None:
-        told = ["the knee is above every load that was tried"]
-    elif not sweep.knee:
-        told = ["already the lowest load is too much"]
+        return "the knee is above every load that was tried"
+    return f"knee at {sweep.knee:g}" if sweep.knee else "already the lowest load is too much"
+
+
+def _goodput(sweep: Sweep, result: Result) -> Iterator[str]:
+    known = result.is_goodput_known(sweep.way)
+    of = "" if all(known) else ", of those that the harness kept up with"
+    if result.metadata.slo is None:
+        return
+    if not any(known):
+        yield "goodput unknown: the harness kept up with no load"
+    elif sweep.best_load is None:
+        yield f"at no load {sweep.share_needed:.0%} of the requests kept the SLO{of}"
     else:
-        told = [f"knee at {sweep.knee:g}"]
-    if has_slo and sweep.best_load is None:
-        told.append(f"at no load {sweep.share_needed:.0%} of the requests kept the SLO")
-    elif has_slo:
-        told.append(f"most goodput {sweep.best_goodput_per_s:.2f}/s, at {sweep.best_load:g}")
-    return told
+        yield f"most goodput {sweep.best_goodput_per_s:.2f}/s, at {sweep.best_load:g}{of}"

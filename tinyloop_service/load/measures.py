@@ -86,7 +86,7 @@ def phase(
         measured_s=measured_s,
         counts=counts,
         latencies=None if lag.bottleneck else taken,
-        throughput=_throughput(turns, measured, counts, measured_s, slo),
+        throughput=_throughput(turns, measured, counts, measured_s, None if lag.bottleneck else slo),
         cached_token_rate=_cached(measured),
         builds=builds(build for turn in turns for one in turn.driven for build in one.builds),
         errors=_errors(turns, measured, expected),

@@ -72,7 +72,7 @@ class Throughput:
     requests_per_s: float  # completed
     tokens_per_s: float  # generated
     prompt_tokens_per_s: float  # of completed requests, cached ones included
-    goodput_per_s: float | None  # completed within every bound of the SLO; None: no SLO
+    goodput_per_s: float | None  # completed within every bound of the SLO; None: no SLO, or no latencies
     goodput_share: float | None  # kept every bound, of all requests that were not cancelled on purpose
 
 
@@ -116,7 +116,7 @@ class Lag:
     loop: Distribution | None  # how late its event loop woke up
     send: Distribution | None  # sent − due: intended start (open loop), or end of the caller's last answer (closed)
     cpu_share: float  # of a core, of its busiest process
-    bottleneck: str | None  # why latencies are not reported; None: it kept up
+    bottleneck: str | None  # why latencies and what follows from them are not reported; None: it kept up
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Sweep:
 
     way: Way
     knee: float | None  # the highest load before tokens per second stop following it; None: not reached
-    best_load: float | None  # of the loads at which enough requests kept the SLO, the one with the most goodput
+    best_load: float | None  # of the loads at which enough requests kept the SLO, as far as known, that of most goodput
     best_goodput_per_s: float | None
     share_needed: float  # of requests that have to keep it
 
@@ -242,6 +242,10 @@ class Result:
     def of_way(self, way: Way) -> tuple[Phase, ...]:
         """By load."""
         return tuple(sorted((phase for phase in self.phases if phase.way is way), key=lambda phase: phase.load))
+
+    def is_goodput_known(self, way: Way) -> tuple[bool, ...]:
+        """Of its loads; not where the harness was the bottleneck."""
+        return tuple(phase.throughput.goodput_per_s is not None for phase in self.of_way(way))
 
     def errors(self) -> Iterator[tuple[Phase, ErrorCount]]:
         """All that went wrong."""

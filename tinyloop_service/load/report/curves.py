@@ -148,12 +148,14 @@ def _name_point(axes: Axes, text: str, x: float, y: float, *, is_knee: bool) -> 
 
 
 def _served_caption(result: Result) -> str:
-    if result.metadata.slo is None:
+    if not any(any(result.is_goodput_known(way)) for way in Way):
         return "Requests completed per second against the load."
     return "Requests completed per second against the load, and of them those within the SLO (goodput)."
 
 
 def _served(result: Result, ways: dict[Way, list[Phase]], driving: Driving) -> Markup:
+    has_goodput = any(any(result.is_goodput_known(way)) for way in ways)
+
     def draw(drawn: Figure) -> None:
         from matplotlib.lines import Line2D
 
@@ -167,9 +169,9 @@ def _served(result: Result, ways: dict[Way, list[Phase]], driving: Driving) -> M
             loads = [phase.load for phase in phases]
             look: Any = {"color": INK_OF[way], "marker": MARKER_OF[way], "markersize": 4.5, "linewidth": 1.5}
             axes.plot(loads, [phase.throughput.requests_per_s for phase in phases], **look)
-            if result.metadata.slo is not None:
-                kept = [phase.throughput.goodput_per_s or 0.0 for phase in phases]
-                axes.plot(loads, kept, linestyle="--", **{**look, "markerfacecolor": "none"})
+            known = [(p.load, p.throughput.goodput_per_s) for p in phases if p.throughput.goodput_per_s is not None]
+            if known:
+                axes.plot(*zip(*known, strict=True), linestyle="--", **{**look, "markerfacecolor": "none"})
         plain(axes, _LOAD_AXIS[driving], "requests per second")
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
@@ -177,7 +179,7 @@ def _served(result: Result, ways: dict[Way, list[Phase]], driving: Driving) -> M
             Line2D([], [], color=INK_OF[way], marker=MARKER_OF[way], markersize=4.5, label=WAY_NAMES[way])
             for way in ways
         ]
-        if result.metadata.slo is not None:
+        if has_goodput:
             entries += [
                 Line2D([], [], color=Ink.FAINT, label="completed"),
                 Line2D([], [], color=Ink.FAINT, linestyle="--", label="within the SLO"),

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from tinyloop_service.load.report.markup import Markup, join, tag
-from tinyloop_service.load.report.numbers import WAY_NAMES, count, factor, factors, load, number, percent, span
+from tinyloop_service.load.report.numbers import (
+    NOTHING,
+    WAY_NAMES,
+    count,
+    factor,
+    factors,
+    load,
+    number,
+    percent,
+    span,
+)
 from tinyloop_service.load.results import Distribution, Driving, Phase, Result, Slo, Sweep, Way
 
 _QUANTITIES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "E2E", "queue": "queue", "gap": "gap"}
@@ -40,7 +50,8 @@ def _sweep_tiles(result: Result) -> Iterator[Tile]:
     yield Tile("Knee", _knee(first, driving), _ways(first, also, lambda sweep: _knee(sweep, driving)))
     if result.metadata.slo is not None:
         value = "none" if first.best_load is None else f"{number(first.best_goodput_per_s)}/s"
-        ways = _ways(first, also, lambda sweep: _goodput(sweep, driving), say_first=True)
+        value = value if any(result.is_goodput_known(first.way)) else NOTHING
+        ways = _ways(first, also, lambda sweep: _goodput(sweep, driving, result), say_first=True)
         yield Tile("Most goodput", value, f"{ways}; within {slo_text(result.metadata.slo)}")
 
 
@@ -54,10 +65,14 @@ def _knee(sweep: Sweep, driving: Driving) -> str:
     return "not reached" if sweep.knee is None else load(sweep.knee, driving)
 
 
-def _goodput(sweep: Sweep, driving: Driving) -> str:
+def _goodput(sweep: Sweep, driving: Driving, result: Result) -> str:
+    known = result.is_goodput_known(sweep.way)
+    of = "" if all(known) else ", of those that the harness kept up with"
+    if not any(known):
+        return "unknown, the harness kept up with no load"
     if sweep.best_load is None:
-        return f"at no load did {percent(sweep.share_needed)} keep it"
-    return f"at {load(sweep.best_load, driving)}"
+        return f"at no load did {percent(sweep.share_needed)} keep it{of}"
+    return f"at {load(sweep.best_load, driving)}{of}"
 
 
 def _sharing_tiles(result: Result) -> Iterator[Tile]:

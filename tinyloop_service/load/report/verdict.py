@@ -80,7 +80,7 @@ def _bottleneck(result: Result) -> Iterator[Finding]:
     if slow:
         details = tuple(f"{phase_name(phase)}: {phase.lag.bottleneck}" for phase in slow)
         which = f"{count(len(slow))} of {count(len(result.phases))} runs"
-        sentence = f"The harness was the bottleneck in {which}: their latencies are not reported."
+        sentence = f"The harness was the bottleneck in {which}: their latencies and goodput are not reported."
         yield Finding(Grade.BAD, sentence, details)
         return
     worst = max((_late_ms(phase) for phase in result.phases), default=0.0)
