@@ -11,6 +11,7 @@ import pytest
 from command_harness import ROOT, Done, Server, tinyloop
 
 from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.load.definitions import DEFINITIONS
 from tinyloop_service.load.driver import Job
 from tinyloop_service.load.fleet import Endpoint, Processes
 from tinyloop_service.load.prompts import Vocabulary
@@ -72,8 +73,8 @@ def test_an_open_loop_through_processes_as_file_page_and_table(server: Server, t
         assert phase.counts.completed == phase.counts.offered
         assert f"{phase.load:g}/s, shared" in done.out
     assert result.metadata.processes == 2
-    for word in ("TTFT", "ITL", "TPOT", "goodput", "cached", "break-even  N = build / (cold − warm)"):
-        assert re.search(f"^{re.escape(word)}.*", done.out, re.MULTILINE), f"{word} is defined under the numbers"
+    for word in ("TTFT", "ITL", "TPOT", "goodput", "cached", "break-even"):
+        assert re.search(f"^{word} +{re.escape(DEFINITIONS[word])}$", done.out, re.MULTILINE), f"{word} is not defined"
 
 
 def test_errors_that_the_workload_does_not_name_are_told_first_and_end_it_with_1(

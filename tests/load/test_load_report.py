@@ -14,6 +14,7 @@ from load_example import example, phase, slowed
 from tinyloop_service import plotting
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.load import report
+from tinyloop_service.load.definitions import DEFINITIONS
 from tinyloop_service.load.report.numbers import factors, load, number, percent, span
 from tinyloop_service.load.results import Counts, Driving, ErrorCount, Latencies, Phase, Result, Verification, Way
 
@@ -68,7 +69,7 @@ def test_a_sweep_has_all_plots_and_failures_come_first(tmp_path: Path) -> None:
     assert any(text.startswith("UNAVAILABLE QUEUE_FULL: 9 at 4 requests/s, no sharing;") for text in parts.of("li"))
     assert "request 7, shared: token 3 is 41, alone 40" in parts.of("li")
     assert parts.of("pre")[0] == example().metadata.command
-    assert {"TTFT", "ITL", "knee", "goodput", "break-even"} <= set(parts.of("dt"))
+    assert [*DEFINITIONS] == parts.of("dt")[: len(DEFINITIONS)]
     assert parts.loads == [], "a page that needs nothing else"
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tinyloop_service.cli import load_view, output
 from tinyloop_service.cli.load import _status
+from tinyloop_service.load.definitions import DEFINITIONS
 from tinyloop_service.load.results import ErrorCount, Result, Verification
 
 
@@ -52,7 +53,7 @@ def test_a_run_without_trouble_begins_with_its_facts(capsys: pytest.CaptureFixtu
     lines = [line for line in shown(quiet(), capsys) if line]
     assert lines[0].startswith("target ")
     assert "asked again alone: 16 of 16 alike, bit for bit" in lines
-    assert any(line.startswith("break-even  N = build / (cold − warm)") for line in lines)
+    assert any(line.startswith("break-even     N = build / (cold − warm)") for line in lines)
 
 
 def test_every_phase_has_a_line_and_a_single_one_its_percentiles(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +77,7 @@ def test_nothing_is_cut_off_on_a_terminal(monkeypatch: pytest.MonkeyPatch, width
     for phase in result.phases:  # in two tables where there is no room for one
         assert sum(line.startswith(f"{phase.name} ") for line in lines) == (1 if width == 200 else 2), phase.name
     words = " ".join(text.getvalue().split())
-    assert all(meaning in words for _, meaning in load_view.DEFINITIONS if "  " not in meaning)
+    assert all(f"{term} {meaning}" in words for term, meaning in DEFINITIONS.items())
 
 
 def test_latencies_of_a_bottleneck_are_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,22 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tinyloop_service.cli import output
+from tinyloop_service.load.definitions import used
 from tinyloop_service.load.results import Distribution, ErrorCount, Phase, Result, Sweep
 from tinyloop_service.load.run import Status
 
-DEFINITIONS = (
-    (
-        "TTFT",
-        "a request's intended start → its first token; E2E: → its end.  So a server that is behind is not excused",
-    ),
-    ("ITL", "gap before each further token; k tokens of one message share its gap: gap / k, k times"),
-    ("TPOT", "of one request: (last token − first token) / (tokens − 1)"),
-    ("queue", "arrival at the server → admission, as the server says"),
-    ("goodput", "requests per second that were completed within every bound of the SLO (itl: the request's own TPOT)"),
-    ("cached", "share of prompt tokens that were read from a prefix, of completed requests"),
-    ("break-even", "N = build / (cold − warm): with so many requests a prefix has paid for its build"),
-    ("lag", "how late the harness itself was; above a fifth of what is measured no latencies are reported"),
-)
 _LATENCIES = ("queue", "ttft", "itl", "tpot", "e2e")
 _LATENCY_COLUMNS = ("TTFT p50", "TTFT p95", "TTFT p99", "ITL p50", "ITL p99", "E2E p50", "E2E p99")
 
@@ -105,7 +93,7 @@ def print_result(result: Result) -> None:
     for line in (*_worth(result), *_found(result)):
         output.print_sentence(line)
     output.out.print()
-    output.print_facts(dict(DEFINITIONS))
+    output.print_facts(used(result))
 
 
 def _troubles(result: Result) -> Iterator[Text]:
@@ -217,7 +205,7 @@ def _print_latencies(phase: Phase) -> None:
     for column in figures:
         table.add_column(column, justify="right")
     for name in (*_LATENCIES, "gap"):
-        label = "between messages" if name == "gap" else name if name == "queue" else name.upper()
+        label = name if name in ("queue", "gap") else name.upper()
         table.add_row(label, *(_ms(getattr(times, name), figure) for figure in figures))
     table.add_row("lag, event loop", *(_ms(phase.lag.loop, figure) for figure in figures), style="dim")
     table.add_row("lag, sending", *(_ms(phase.lag.send, figure) for figure in figures), style="dim")

@@ -8,13 +8,13 @@ from datetime import datetime
 from importlib.resources import files
 from typing import Any
 
+from tinyloop_service.load.definitions import used
 from tinyloop_service.load.report import tables
 from tinyloop_service.load.report.clocks import distributions, over_time
 from tinyloop_service.load.report.curves import Plot, curves
-from tinyloop_service.load.report.definitions import used
 from tinyloop_service.load.report.markup import Markup, join, tag
 from tinyloop_service.load.report.verdict import Finding, findings
-from tinyloop_service.load.results import Metadata, Result, Way
+from tinyloop_service.load.results import Metadata, Result
 
 _HEAD = """<!DOCTYPE html>
 <html lang="en">
@@ -80,13 +80,7 @@ def _figure(plot: Plot) -> Markup:
 
 
 def _definitions(result: Result) -> Markup:
-    meanings = used(
-        shares=bool(result.of_way(Way.NO_SHARE)),
-        sweeps=bool(result.sweeps),
-        slo=result.metadata.slo is not None,
-        economy=result.economy is not None,
-    )
-    return tag("dl", *(join(tag("dt", term), tag("dd", meaning)) for term, meaning in meanings.items()))
+    return tag("dl", *(join(tag("dt", term), tag("dd", meaning)) for term, meaning in used(result).items()))
 
 
 def _moment(about: Metadata) -> str:
