@@ -84,13 +84,14 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class BuildRecord:
-    """One build of a prefix that came to an end."""
+    """One build of a prefix that came to an end: its tokens prefilled, or its state restored."""
 
     tenant: str
     name: str | None
-    num_tokens: int  # prefilled, the parent's not counted
-    build_ns: int  # first chunk planned → last one done; 0 if it failed
+    num_tokens: int  # the parent's not counted
+    build_ns: int  # admission → last chunk done, or restored; 0 if it failed
     error: str | None = None  # the reason it failed with
+    snapshot: str = ""  # digest of the saved state that it was to be restored from; empty: prefilled
 
 
 @dataclass(slots=True)

@@ -243,6 +243,7 @@ def _memory(page: Page) -> None:
             "Builds and evictions a minute",
             "none",
             (f"60 * {rate('tinyloop_prefix_build_seconds_count')}", "built"),
+            (f"60 * {rate('tinyloop_prefix_restore_seconds_count')}", "restored from a snapshot"),
             (f"60 * {rate('tinyloop_prefix_evictions_total')}", "evicted"),
             (f"60 * {rate('tinyloop_prefix_builds_failed_total', 'reason')} > 0", "failed, {{reason}}"),
         ),

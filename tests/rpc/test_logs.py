@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from rpc_harness import collect, ids, serving, until
+from scraping import scrape
 
 from tinyloop_service.engine.api import Plan
 from tinyloop_service.engine.fake import FakeEngine
@@ -15,7 +17,7 @@ from tinyloop_service.observe.logs import log_call
 from tinyloop_service.observer import CallRecord, RequestRecord
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import prefix_pb2 as p
-from tinyloop_service.settings import SchedulerSettings
+from tinyloop_service.settings import NamesSettings, SchedulerSettings
 
 PROMPT = tuple(1 + i * 7 % 500 for i in range(100))
 MS = 10**6
@@ -65,6 +67,21 @@ async def test_builds_have_lines_also_those_that_a_request_caused(quiet_logs: Lo
         ("p", 100),
     ]
     assert all(log["ms"] > 0 for log in lines(quiet_logs, "built"))
+
+
+async def test_what_came_from_a_snapshot_is_not_said_to_be_built(quiet_logs: Logs, tmp_path: Path) -> None:
+    """Nor counted among the builds: milliseconds among seconds would make them look fast."""
+    lives = []
+    for _ in range(2):
+        async with serving(names=NamesSettings(snapshot_dir=str(tmp_path)), metrics_listen="127.0.0.1:0") as served:
+            await served.prefixes.CreatePrefix(p.CreatePrefixRequest(prefix_id="p", input=ids(*PROMPT)))
+            lives.append(await scrape(served.app.metrics_address))
+    [kept] = [path for path in tmp_path.iterdir() if path.suffix == ".safetensors"]  # noqa: ASYNC240
+    [built], [restored] = lines(quiet_logs, "built"), lines(quiet_logs, "restored")
+    assert built["prefix"] == restored["prefix"] == "p" and "digest" not in built
+    assert (restored["digest"], restored["tokens"]) == (kept.stem, 100) and restored["ms"] > 0
+    counts = [(seen("prefix_build_seconds_count"), seen("prefix_restore_seconds_count")) for seen in lives]
+    assert counts == [(1, 0), (0, 1)]
 
 
 async def test_the_lines_of_what_went_otherwise(quiet_logs: Logs) -> None:

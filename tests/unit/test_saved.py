@@ -50,9 +50,13 @@ def test_what_was_saved_needs_no_prefill(length: int) -> None:
     driver.create("p", tokens(length))
     driver.run()
     assert len(driver.snapshots) == 1
+    [built] = driver.builds
+    assert built.snapshot == ""
     again = restarted(driver)
     assert use(again, "p", ()) == (0, length)
     assert use(again, "p") == (2, length)
+    [restored] = again.builds
+    assert (restored.name, restored.num_tokens, [restored.snapshot]) == ("p", length, [*driver.snapshots])
     delete(again, "p")
     again.check_empty()
 
@@ -310,3 +314,6 @@ def test_state_that_cannot_be_restored_is_not_tried_again(fault_at: FaultAt) -> 
     assert not again.snapshots, "its keeper was told"
     assert use(again, "p") == (100 + 2, 0)
     assert len(again.snapshots) == 1, "what was built is saved anew"
+    restore, build = again.builds
+    assert (restore.snapshot, type(restore.error)) == (*driver.snapshots, EngineFault)
+    assert (build.snapshot, build.error) == ("", None)

@@ -272,6 +272,11 @@ FAMILIES: tuple[Family, ...] = (
         "Admission of a build - its last prompt token, of builds that came to READY.",
         lambda m: m.build_time,
     ),
+    Distribution(
+        "tinyloop_prefix_restore_seconds",
+        "The same, of prefixes whose state came from a snapshot; no token of them was computed.",
+        lambda m: m.restore_time,
+    ),
 )
 
 

@@ -49,14 +49,16 @@ class _Forward(logging.Handler):
 
 
 def log_build(build: BuildRecord) -> None:
-    """A prefix was built, asked for by name or because a request needed it again; or it could not be."""
+    """A prefix was built or restored, asked for by name or because a request needed it again; or it could not be."""
     facts: dict[str, Any] = {"prefix": build.name, "tokens": build.num_tokens}
     if build.tenant:
         facts["tenant"] = build.tenant
+    if build.snapshot:
+        facts["digest"] = build.snapshot
     if build.error is None:
-        _log.info("built", **facts, ms=_ms(build.build_ns))
+        _log.info("restored" if build.snapshot else "built", **facts, ms=_ms(build.build_ns))
     else:
-        _log.warning("build failed", **facts, reason=build.error)
+        _log.warning("restore failed" if build.snapshot else "build failed", **facts, reason=build.error)
 
 
 def log_call(call: CallRecord, slow_ns: float, trace_id: str | None) -> None:

@@ -72,6 +72,7 @@ class Metrics:
         self.step_time = Histogram(_decades(-4, 1), NS)
         self.step_rows = Histogram([1, 2, 4, 8, 16, 32, 64, 128, 256])
         self.build_time = Histogram(_decades(-3, 3), NS)
+        self.restore_time = Histogram(_decades(-3, 3), NS)
 
     def copy(self) -> Self:
         return deepcopy(self)
@@ -98,10 +99,10 @@ class Metrics:
             self.e2e.add(record.total_ns)
 
     def build_ended(self, record: BuildRecord) -> None:
-        if record.error is None:
-            self.build_time.add(record.build_ns)
-        else:
+        if record.error is not None:
             self.failed_builds[record.error] += 1
+        else:
+            (self.restore_time if record.snapshot else self.build_time).add(record.build_ns)
 
     def step(self, num_rows: int, num_steps: int, num_prefilled: int, duration_ns: int) -> None:
         if num_rows:

@@ -146,7 +146,8 @@ class Core:
         extent = prefix.recipe.extent
         self._prefixes.progress(prefix, extent.end - extent.start if num_tokens is None else num_tokens, now_ns)
         if prefix.state is PrefixState.READY:
-            self._events.append(BuildEnded(*_identity(prefix), prefix.build_ns))
+            snapshot = prefix.state_digest if num_tokens is None else ""
+            self._events.append(BuildEnded(*_identity(prefix), prefix.build_ns, snapshot=snapshot))
             if num_tokens is not None:
                 self.snapshots.built(prefix)
 
@@ -154,7 +155,8 @@ class Core:
         """The plan met a fault: what it named is lost, and what hangs from that.  The rest lives."""
         self._sequences.repeat(plan)
         restoring = [self._prefixes.building[item.seq] for item in plan.restore if item.seq in self._prefixes.building]
-        self.snapshots.failed(plan, [prefix.state_digest for prefix in restoring])
+        snapshots = {prefix.uid: prefix.state_digest for prefix in restoring}
+        self.snapshots.failed(plan, [*snapshots.values()])
         lost = self._sequences.hanging_from(plan.sequences())
         for seq in lost:
             request = self._requests.owner_of(seq)
@@ -163,7 +165,7 @@ class Core:
         gone = [prefix for prefix in self._prefixes if prefix.sequence is not None and prefix.sequence.id in lost]
         for prefix in sorted(gone, key=lambda p: -len(p.chain())):  # children before their parents
             if prefix.state is PrefixState.BUILDING:
-                self._fail_build(prefix, error)
+                self._fail_build(prefix, error, snapshots.get(prefix.uid, ""))
             elif prefix.state is PrefixState.READY:
                 self._prefixes.evict(prefix)
 
@@ -301,12 +303,12 @@ class Core:
             else:
                 self._fail_build(job, error)
 
-    def _fail_build(self, prefix: Prefix, error: TinyLoopError) -> None:
+    def _fail_build(self, prefix: Prefix, error: TinyLoopError, snapshot: str = "") -> None:
         """All who wait for it get the error: creates, queued requests, and builds below it with theirs."""
         children, queued = list(prefix.children.values()), list(prefix.queued)
         if prefix.state is PrefixState.BUILDING:
             self._prefixes.fail_build(prefix, copy.copy(error))
-            self._events.append(BuildEnded(*_identity(prefix), 0, error))
+            self._events.append(BuildEnded(*_identity(prefix), 0, error, snapshot))
         for child in children:
             if child.is_wanted():
                 self._fail_build(child, error)

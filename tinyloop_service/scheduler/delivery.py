@@ -82,7 +82,7 @@ class Delivery:
             elif isinstance(event, BuildEnded):
                 reason = event.error.reason if event.error is not None else None
                 self._observer.build_ended(
-                    BuildRecord(event.tenant, event.name, event.num_tokens, event.build_ns, reason)
+                    BuildRecord(event.tenant, event.name, event.num_tokens, event.build_ns, reason, event.snapshot)
                 )
             else:
                 self._tell_keeper(event)

@@ -49,13 +49,17 @@ class PrefixChanged:
 
 @dataclass(frozen=True, slots=True)
 class BuildEnded:
-    """A prefix is READY, or its build failed with `error`.  One that nobody wanted any more ends without a word."""
+    """A prefix is READY, or its build failed with `error`.  One that nobody wanted any more ends without a word.
+
+    `snapshot`: the digest of the state that it was to be restored from; empty: its tokens were prefilled.
+    """
 
     tenant: str
     name: str | None
     num_tokens: int  # of its own
     build_ns: int  # 0 if it failed
     error: TinyLoopError | None = None
+    snapshot: str = ""
 
 
 @dataclass(frozen=True, slots=True)
