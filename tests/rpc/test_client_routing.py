@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from clients_harness import GREEDY, PROMPT
-from rpc_harness import CONFIG, SERVER, Served, serving, until
+from rpc_harness import CONFIG, SERVER, Served, expected_tokens, serving, until
 
 from tinyloop_service import errors
 from tinyloop_service.app import App
@@ -93,6 +93,13 @@ async def test_affinity_goes_round_a_replica_that_drains_or_warms_up() -> None:
     finally:
         gate.set()
         await late.stop(0.0)
+
+
+async def test_a_client_beyond_the_most_that_may_watch_health_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reaches the port may hold all watches; to any status but UNIMPLEMENTED gRPC would call nobody."""
+    monkeypatch.setattr("tinyloop_service.rpc.health.MOST_WATCHES", 0)
+    async with serving() as served, served.client(affinity=True, timeout=20) as client:
+        assert (await client.complete(PROMPT, **GREEDY)).token_ids == expected_tokens(PROMPT, 6)
 
 
 def test_affinity_says_when_grpc_is_told_not_to_hash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
         return _States(status=self._states[request.service])
 
     async def Watch(self, request: Any, context: Any) -> None:
-        if self._num_watches >= MOST_WATCHES:  # to this status clients go on without watching
+        if self._num_watches >= MOST_WATCHES:  # channels call on without it; to another status they call nobody
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{MOST_WATCHES} watch already; ask by Check")
         self._num_watches += 1
         try:
