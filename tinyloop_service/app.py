@@ -20,7 +20,6 @@ import gc
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -30,6 +29,7 @@ import structlog
 
 from tinyloop_service.loading import LoadedModel
 from tinyloop_service.observe.hub import Observation
+from tinyloop_service.observe.logs import settle_log
 from tinyloop_service.registry.names import Names
 from tinyloop_service.registry.prefix_file import FilePrefix, read_prefixes
 from tinyloop_service.registry.starting import start_names
@@ -233,8 +233,7 @@ def run_process(app: App, on_ready: Callable[[App], None]) -> NoReturn:
 
     status = asyncio.run(app.run(ready))
     if app.still_computes:  # the interpreter would wait for the thread, or abort under its feet
-        sys.stdout.flush()
-        sys.stderr.flush()
+        settle_log()
         os._exit(status)
     raise SystemExit(status)
 

@@ -173,6 +173,7 @@ def _traffic(page: Page) -> None:
             "Calls a second, by method and status",
             "none",
             (rate("tinyloop_calls_total", "method, code") + " > 0", "{{method}} {{code}}"),
+            (rate("tinyloop_log_lines_dropped_total") + " > 0", "lines of the log, dropped"),
             stacked=True,
         ),
     )

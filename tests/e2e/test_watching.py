@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -17,8 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from command_harness import TIMEOUT_S, Server, start
+from command_harness import TIMEOUT_S, Server, eventually, start, tinyloop
+from full_pipe import fill
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis_server import free_port
+
+from tinyloop_service.observe.lines import MOST_LINES
+from tinyloop_service.rpc.health import READY_SERVICE
 
 MARKER = "xyzzy"  # in everything that a caller writes, but for names
 IDS = "101,102,103,104,105,106"
@@ -105,6 +113,72 @@ def test_top_is_live_until_q(watched: Watched) -> None:
     os.write(outer, b"q")
     assert process.wait(TIMEOUT_S) == 0
     os.close(outer)
+
+
+def test_a_server_does_not_wait_for_who_reads_what_it_says(tiny: Path) -> None:
+    """Both streams are one pipe that is full before the start; it is read once, then left to fill again."""
+    reading, writing = os.pipe()
+    fill(writing)
+    address = f"127.0.0.1:{free_port()}"
+    command = ("serve", "--model", tiny, "--listen", address, "--health-listen", "none")
+    server = start(*command, stdout=writing, stderr=writing)
+    try:
+        eventually(lambda: is_serving(address))
+        asked = ("generate", "--tokens", "1,2,3", "--max-tokens", "2", "--ids", "--target", address)
+        tokens = {tinyloop(*asked).out for _ in range(5)}
+        assert len(tokens) == 1 and is_serving(address)
+        said = b""
+        while b"serving " not in said or said.count(b"answered") < 5:
+            said += os.read(reading, 65536)
+        assert f"serving {address}\n".encode() in said
+        fill(writing)
+        tinyloop(*asked)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(TIMEOUT_S) == 0
+    finally:
+        server.kill()
+        server.wait()
+        os.close(reading)
+        os.close(writing)
+
+
+def test_lines_that_were_dropped_are_counted_and_the_next_one_has_their_number() -> None:
+    code = (
+        "import structlog; from tinyloop_service.observe.logs import configure_logging, dropped_lines\n"
+        "from tinyloop_service.settings import LogFormat, ServerSettings\n"
+        "configure_logging(ServerSettings(log_format=LogFormat.JSON))\n"
+        "log = structlog.get_logger()\n"
+        "for number in range(5000): log.info('line', number=number)\n"
+        "print(dropped_lines(), flush=True); input(); log.info('after'); print(dropped_lines())"
+    )
+    reading, writing = os.pipe()
+    filler = fill(writing)
+    command = (sys.executable, "-c", code)
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing, text=True)
+    os.close(writing)
+    assert child.stdin is not None and child.stdout is not None
+    with child, os.fdopen(reading, "rb") as log:
+        dropped = int(child.stdout.readline())
+        assert 5000 - MOST_LINES - 1 <= dropped <= 5000 - MOST_LINES
+        log.read(filler)
+        lines = [json.loads(log.readline()) for _ in range(100)]
+        child.stdin.write("\n")
+        child.stdin.close()
+        lines += map(json.loads, log)
+        assert int(child.stdout.read()) == dropped
+    assert [line["number"] for line in lines[:-1]] == [*range(5000 - dropped)]
+    assert (lines[-1]["event"], lines[-1]["dropped_lines"]) == ("after", dropped)
+
+
+def is_serving(address: str) -> bool:
+    """Within a second."""
+    with grpc.insecure_channel(address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        try:
+            state = check(health_pb2.HealthCheckRequest(service=READY_SERVICE), timeout=1)
+        except grpc.RpcError:
+            return False
+    return bool(state.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def test_what_libraries_say_has_the_form_of_the_log() -> None:

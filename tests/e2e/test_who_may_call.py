@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,6 +169,21 @@ def test_a_handshake_that_fails_says_why(guarded: Guarded, tiny: Path) -> None:
     with serving("--model", tiny) as plain:
         spoken = plain.run("model", "--timeout", "9", "--tls-ca", folder / "ca.pem", status=1)
     assert "does not speak TLS" in spoken.err
+
+
+def test_who_does_not_speak_tls_puts_nothing_into_the_log(guarded: Guarded) -> None:
+    """gRPC's core would, in a form of its own, and its threads would wait for who reads it."""
+    host, port = guarded.server.address.rsplit(":", 1)
+    stderr = guarded.server.process.stderr
+    assert stderr is not None
+    with socket.create_connection((host, int(port)), timeout=20) as stranger, suppress(ConnectionResetError):
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        while stranger.recv(4096):
+            pass
+    os.set_blocking(stderr.fileno(), False)
+    said = stderr.buffer.raw.read() or b""  # type: ignore[attr-defined]
+    os.set_blocking(stderr.fileno(), True)
+    assert b"andshake" not in said, said
 
 
 def test_the_clients_do_the_same(guarded: Guarded) -> None:

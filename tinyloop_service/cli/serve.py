@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -70,7 +71,10 @@ def _report(step: str) -> None:
 
 
 def _announce(app: App) -> None:
-    """The line that scripts wait for: serving ADDRESS [health ADDRESS] [metrics ADDRESS]."""
+    """The line that scripts wait for: serving ADDRESS [health ADDRESS] [metrics ADDRESS].  Nobody waits for them."""
+    from tinyloop_service.observe.lines import Lines
+
     health = f" health {app.health_address}" if app.health_address else ""
     metrics = f" metrics {app.metrics_address}" if app.metrics_address else ""
-    click.echo(f"serving {app.address}{health}{metrics}")
+    if sys.stdout is not None:
+        Lines(1).write(f"serving {app.address}{health}{metrics}\n")

@@ -35,6 +35,7 @@ class Snapshot:
     load: Load | None = None  # None while the model loads
     is_ready: bool = False
     facts: Mapping[str, str] = field(default_factory=dict)  # constant labels of tinyloop_build_info
+    dropped_lines: int = 0  # of the log
 
     def pages(self) -> dict[str, int]:
         load = self.load
@@ -187,6 +188,12 @@ FAMILIES: tuple[Family, ...] = (
         "Builds of prefixes that failed, by reason.",
         ("reason",),
         lambda s: s.metrics.failed_builds,
+    ),
+    Counter(
+        "tinyloop_log_lines_dropped_total",
+        "Lines of the log that nobody will see: who reads standard error did not keep up, or it could not be written.",
+        (),
+        lambda s: {(): s.dropped_lines},
     ),
     Gauge(
         "tinyloop_ready",

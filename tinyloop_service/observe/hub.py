@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.exposition import MetricsServer, Snapshot
-from tinyloop_service.observe.logs import log_build, log_call
+from tinyloop_service.observe.logs import dropped_lines, log_build, log_call
 from tinyloop_service.observe.metrics import Metrics
 from tinyloop_service.observer import UNWATCHED, BuildRecord, CallRecord, Observer, RequestRecord
 from tinyloop_service.settings import ServerSettings
@@ -70,7 +70,7 @@ class Observation:
         """All metrics of this moment."""
         load = self._load() if self._load is not None else None
         is_ready = self._is_ready and load is not None and load.accepting
-        return Snapshot(self._metrics.copy(), load, is_ready, self._facts)
+        return Snapshot(self._metrics.copy(), load, is_ready, self._facts, dropped_lines())
 
     # ---- what an observer hears
 

@@ -1,28 +1,34 @@
 """Logs: how they are written, and one line for each call, with who asked for what and how long it took.
 
-In: records of calls.  Out: structured lines on standard error.  No line has prompt text, token ids or generated text:
-what callers wrote stays out, but for the ids of prefixes, tenants and requests.
+In: records of calls.  Out: structured lines on standard error, which nobody waits for.  No line has prompt text, token
+ids or generated text: what callers wrote stays out, but for the ids of prefixes, tenants and requests.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from typing import Any
+import os
+from typing import Any, TextIO, cast
 
 import structlog
 
+from tinyloop_service.observe.lines import Lines
 from tinyloop_service.observer import BuildRecord, CallRecord
 from tinyloop_service.settings import LogFormat, ServerSettings
 
 _log = structlog.get_logger("tinyloop.rpc")
 _ENDLESS = ("WatchPrefix",)  # lasts as long as what it watches
+_STDERR = 2  # the process's, whatever Python's stream of that name is at the moment
+_lines: Lines | None = None  # this process's, once it is configured
 
 
 def configure_logging(settings: ServerSettings) -> None:
     """structlog to standard error, one line an event; JSON or for people."""
+    global _lines
+    _lines = lines = Lines(_STDERR)
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     chain: list[Any] = [
+        lines.admit,
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -31,14 +37,25 @@ def configure_logging(settings: ServerSettings) -> None:
         chain += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
         plain = structlog.dev.plain_traceback  # the rich one prints local variables, prompts among them
-        chain.append(structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain))
+        chain.append(structlog.dev.ConsoleRenderer(colors=os.isatty(_STDERR), exception_formatter=plain))
     structlog.configure(
         processors=chain,
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, lines)),
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(handlers=[_Forward()], level=logging.WARNING, force=True)
+
+
+def dropped_lines() -> int:
+    """How many of the log there was no room for, because nobody read it, or that could not be written."""
+    return _lines.dropped if _lines is not None else 0
+
+
+def settle_log() -> None:
+    """For who ends the process at once: wait for what was logged to leave, for a second at most."""
+    if _lines is not None:
+        _lines.settle()
 
 
 class _Forward(logging.Handler):

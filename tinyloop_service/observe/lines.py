@@ -1,0 +1,92 @@
+"""Lines on their way out of the process: who says something never waits for who reads it.
+
+    event loop, any thread ──admit, write──► at most MOST_LINES, in order ──a thread of their own──► a descriptor
+
+Somebody who reads a pipe may stop, a terminal may be told to (Ctrl-S), a disk may stand still; a server that wrote by
+itself would stand still with them, health checks included.  Here lines wait, and what finds no room is dropped and
+counted; the next one that finds room says how many were.  At the end of the process the rest has FLUSH_S to leave.
+
+In: lines.  Out: their bytes.  It refuses to know what they say.  They go to the descriptor itself, since Python's
+streams have locks: a thread that holds one for ever would abort the interpreter at its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import threading
+import time
+from collections.abc import MutableMapping
+from queue import SimpleQueue
+from typing import Any
+
+import structlog
+
+MOST_LINES = 4096  # some 1.5 MB
+FLUSH_S = 1.0
+_MOMENT_S = 0.002  # lines of one moment wake the thread once: a wake costs as much as two lines
+
+
+class Lines:
+    """What structlog takes for a file."""
+
+    def __init__(self, descriptor: int, most: int = MOST_LINES) -> None:
+        """The descriptor is duplicated: what its number stands for later is none of ours."""
+        self.dropped = 0  # since the start; read from anywhere
+        self._told = 0  # of them, those that a line has told of
+        self._counting = threading.Lock()
+        self._descriptor = os.dup(descriptor)
+        self._most = most
+        self._waiting: SimpleQueue[str | threading.Event] = SimpleQueue()
+        threading.Thread(target=self._run, name="tinyloop-lines", daemon=True).start()
+        atexit.register(self.settle)
+
+    def admit(self, logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """The first of structlog's processors: what has no room costs nothing more."""
+        if self._waiting.qsize() >= self._most:
+            self._drop()
+            raise structlog.DropEvent
+        if self._told != self.dropped:
+            with self._counting:
+                event["dropped_lines"], self._told = self.dropped - self._told, self.dropped
+        return event
+
+    def write(self, text: str) -> None:
+        """Returns at once."""
+        self._waiting.put(text)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def settle(self, limit_s: float = FLUSH_S) -> bool:
+        """Wait for what was written until now to leave; whether it did."""
+        left = threading.Event()
+        self._waiting.put(left)
+        return left.wait(limit_s)
+
+    def _run(self) -> None:
+        while True:
+            item = self._waiting.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            self._send(item.encode(errors="backslashreplace"))
+            if self._waiting.empty():
+                time.sleep(_MOMENT_S)
+
+    def _send(self, data: bytes) -> None:
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:  # somebody we share it with wants it so
+                waiting = select.poll()
+                waiting.register(self._descriptor, select.POLLOUT)
+                waiting.poll()
+            except OSError:  # the reader is gone, the disk is full
+                self._drop()
+                return
+
+    def _drop(self) -> None:
+        with self._counting:
+            self.dropped += 1
