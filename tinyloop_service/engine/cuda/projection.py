@@ -104,7 +104,7 @@ class Coded(Direct):
 
     def decode(self, layer: Layer, stream: DecodeStream, rows: Tokens, q: Array) -> Array | None:
         device, model, packed = self._device, self._model, layer.block.qkv[0].packed
-        kv = self._kv[: q.shape[0]]
+        kv: Array = self._kv[: q.shape[0]]
         given = stream.fold(layer.before_attention, packed)
         linear_qkv_rows(
             device, packed, given.y, rows.positions, kv, model.cos, model.sin, q, columns=given.columns,
