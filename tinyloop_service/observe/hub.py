@@ -14,7 +14,7 @@ from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.exposition import MetricsServer, Snapshot
 from tinyloop_service.observe.logs import dropped_lines, log_build, log_call
 from tinyloop_service.observe.metrics import Metrics
-from tinyloop_service.observer import UNWATCHED, BuildRecord, CallRecord, Observer, RequestRecord
+from tinyloop_service.observer import UNWATCHED, BuildRecord, CallRecord, Observer
 from tinyloop_service.settings import ServerSettings
 from tinyloop_service.types import Load
 
@@ -34,7 +34,11 @@ class Observation:
         self._traces = _traces(settings, replica) if settings.otlp_endpoint is not None else None
         self._slow_ns = float("inf") if settings.slow_request_s is None else settings.slow_request_s * 1e9
         self._metrics = Metrics()
-        self._counting: Observer = self._metrics if settings.metrics_listen is not None else UNWATCHED
+        counting: Observer = self._metrics if settings.metrics_listen is not None else UNWATCHED
+        self._counting = counting
+        # told for every row of a plan: there is nobody between the scheduler and who counts
+        self.admitted, self.first_token, self.generated = counting.admitted, counting.first_token, counting.generated
+        self.request_ended, self.step = counting.request_ended, counting.step
         self._server: MetricsServer | None = None
         self._load: Callable[[], Load] | None = None
         self._facts: Mapping[str, str] = {}
@@ -74,24 +78,9 @@ class Observation:
 
     # ---- what an observer hears
 
-    def admitted(self, record: RequestRecord) -> None:
-        self._counting.admitted(record)
-
-    def first_token(self, record: RequestRecord) -> None:
-        self._counting.first_token(record)
-
-    def generated(self, tenant: str, num_tokens: int, num_gaps: int, gap_ns: float) -> None:
-        self._counting.generated(tenant, num_tokens, num_gaps, gap_ns)
-
-    def request_ended(self, record: RequestRecord) -> None:
-        self._counting.request_ended(record)
-
     def build_ended(self, record: BuildRecord) -> None:
         self._counting.build_ended(record)
         log_build(record)
-
-    def step(self, num_rows: int, num_steps: int, num_prefilled: int, duration_ns: int) -> None:
-        self._counting.step(num_rows, num_steps, num_prefilled, duration_ns)
 
     def call_ended(self, call: CallRecord) -> None:
         self._counting.call_ended(call)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -85,21 +85,27 @@ class answering:
         self._observer.call_ended(self._call)
 
 
-class RefuseMalformed(grpc.aio.ServerInterceptor):
-    """Answers bytes that are no valid request with INVALID_ARGUMENT; gRPC alone would call them INTERNAL."""
+class Methods(grpc.GenericRpcHandler):
+    """The methods of our services: generated code adds them here as it would to a server, and a server has this.
+
+    Bytes that are no valid request are answered with INVALID_ARGUMENT; gRPC alone would call them INTERNAL.
+    """
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
+        self._services: list[Any] = []
         self._handlers: dict[str, Any] = {}  # by method
 
-    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        self._services += handlers
+
+    def service(self, handler_call_details: Any) -> Any:
         method = handler_call_details.method
-        if not method.startswith(f"/{PACKAGE}."):
-            return await continuation(handler_call_details)
         if method not in self._handlers:
-            handler = await continuation(handler_call_details)
-            if handler is None or handler.request_streaming or handler.request_deserializer is None:
-                return handler
+            found = (service.service(handler_call_details) for service in self._services)
+            handler = next((handler for handler in found if handler is not None), None)
+            if handler is None:
+                return None
             self._handlers[method] = _refusing_malformed(handler, method, self._observer)
         return self._handlers[method]
 

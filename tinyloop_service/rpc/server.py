@@ -19,7 +19,7 @@ from tinyloop_service.pb import (
 )
 from tinyloop_service.rpc.auth import Authenticate
 from tinyloop_service.rpc.backend import Backend
-from tinyloop_service.rpc.boundary import RefuseMalformed
+from tinyloop_service.rpc.boundary import Methods
 from tinyloop_service.rpc.creation import PrefixCreator
 from tinyloop_service.rpc.generation_service import GenerationService
 from tinyloop_service.rpc.health import READY_SERVICE, Health
@@ -53,14 +53,13 @@ def make_server(
     options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.max_request_bytes)]
     if settings.max_connection_age_s is not None:  # with no grace: streams live on, new calls find new replicas
         options.append(("grpc.max_connection_age_ms", round(settings.max_connection_age_s * 1000)))
-    interceptors: list[grpc.aio.ServerInterceptor] = [RefuseMalformed(backend.observer)]
-    if tokens is not None:
-        interceptors.insert(0, Authenticate(tokens, backend.observer))
+    interceptors = [Authenticate(tokens, backend.observer)] if tokens is not None else []
     server = grpc.aio.server(interceptors=interceptors, options=options)
-    creator = PrefixCreator(backend)
-    prefix_pb2_grpc.add_PrefixServiceServicer_to_server(PrefixService(backend, creator), server)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(backend, creator), server)
-    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(backend), server)
+    creator, methods = PrefixCreator(backend), Methods(backend.observer)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(backend, creator), methods)
+    prefix_pb2_grpc.add_PrefixServiceServicer_to_server(PrefixService(backend, creator), methods)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelService(backend), methods)
+    server.add_generic_rpc_handlers((methods,))
     health.add_to(server)
     if settings.reflection:
         reflection.enable_server_reflection((*SERVICES, reflection.SERVICE_NAME), server)
