@@ -258,7 +258,7 @@ def sampling(
         top_p=number(top_p, "top_p", "above 0, up to 1", 0.0, 1.0, above=True),
         min_p=number(min_p, "min_p", "0 to 1", 0.0, 1.0),
         repetition_penalty=number(repetition_penalty, "repetition_penalty", _PENALTIES, MIN_PENALTY, MAX_PENALTY),
-        logit_bias=_logit_bias({} if logit_bias is None else logit_bias, "logit_bias", vocab_size),
+        logit_bias=() if logit_bias is None else _logit_bias(logit_bias, "logit_bias", vocab_size),
         logprobs=integer(logprobs, "logprobs", 0, MAX_LOGPROBS),
         seed=seed(seed_value),
     )

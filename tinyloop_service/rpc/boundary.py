@@ -85,8 +85,9 @@ class answering:
         await self._context.abort(status.code, status.message, trailers)
 
     def _ended(self) -> None:
+        """The observer hears of it when what is ready to be sent is on its way."""
         self._call.end_ns = now_ns()
-        self._observer.call_ended(self._call)
+        asyncio.get_running_loop().call_soon(self._observer.call_ended, self._call)
 
 
 class Methods(grpc.GenericRpcHandler):

@@ -188,7 +188,7 @@ def _read_sampling(message: generation_pb2.GenerateRequest, limits: Limits) -> S
             top_p=_given(wire, "top_p", _DEFAULT.top_p),
             min_p=wire.min_p,
             repetition_penalty=_given(wire, "repetition_penalty", _DEFAULT.repetition_penalty),
-            logit_bias=wire.logit_bias,
+            logit_bias=wire.logit_bias or None,
             logprobs=logprobs,
             seed_value=_given(message, "seed"),
             vocab_size=limits.vocab_size,
@@ -196,6 +196,8 @@ def _read_sampling(message: generation_pb2.GenerateRequest, limits: Limits) -> S
 
 
 def _read_stops(message: generation_pb2.GenerateRequest, limits: Limits) -> Stops:
+    if not (message.stop_sequences or message.stop_token_ids):
+        return Stops(ignore_eos=message.ignore_eos)
     sequences = [
         stop.text if stop.WhichOneof("stop") == "text" else tuple(stop.tokens.ids) for stop in message.stop_sequences
     ]
