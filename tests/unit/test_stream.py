@@ -83,11 +83,27 @@ async def test_the_first_token_does_not_wait_because_time_showed_the_start() -> 
     assert await message(one) is None, "a piece was shown at 3"
 
 
-def test_intervals_are_longer_while_the_event_loop_is_behind() -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "lag_ms", "intervals"),
+    [
+        (1, 0, 1),
+        (1, 1, 2),
+        (1, 2.5, 3.5),
+        (1, 9, 10),
+        (1, 99, 10),
+        (50, 0, 2.5),
+        (50, 1, 2.5),
+        (50, 2, 3),
+        (256, 0, 10),
+    ],
+)
+def test_intervals_are_longer_with_many_rows_and_while_the_event_loop_is_behind(
+    num_rows: int, lag_ms: float, intervals: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     delivery = Delivery(Core(SMALL, SchedulerSettings()), INTERVAL_NS, UNWATCHED)
-    for lag_ms, intervals in ((0, 1), (1, 2), (2.5, 3.5), (9, 10), (1000, 10)):
-        delivery.lag_ns = round(lag_ms * 10**6)
-        assert delivery.interval_ns == INTERVAL_NS * intervals
+    monkeypatch.setattr(Core, "num_rows", num_rows)
+    delivery.lag_ns = round(lag_ms * 10**6)
+    assert delivery.interval_ns == INTERVAL_NS * intervals
 
 
 @pytest.mark.parametrize("stops", [Stops(), Stops(strings=("XX",))], ids=["no stops", "stops"])

@@ -213,6 +213,11 @@ class Core:
         return events
 
     @property
+    def num_rows(self) -> int:
+        """Rows that are admitted and not done."""
+        return self._requests.num_rows
+
+    @property
     def is_idle(self) -> bool:
         """No request lives, no build is wanted, and what is worth saving is handed over."""
         is_building = any(prefix.state is PrefixState.BUILDING for prefix in self._prefixes)

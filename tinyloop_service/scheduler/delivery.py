@@ -28,7 +28,8 @@ from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.types import PrefixInfo, PrefixState
 
 _LAG_NS = 1_000_000  # of the event loop, that makes intervals longer by their length
-_LONGEST = 10  # intervals of an event loop that is not behind
+_MANY = 20  # rows; more make intervals longer in proportion, so that pieces come no more often than those of so many
+_LONGEST = 10  # intervals of an event loop that is not behind, with few rows
 _OF_STREAMS = (Sampled, Admitted, Failed)
 
 
@@ -38,8 +39,8 @@ class Delivery:
     def __init__(self, core: Core, stream_interval_ns: int, observer: Observer) -> None:
         """stream_interval_ns: tokens of a stream that come sooner after others wait for later ones, but no longer.
 
-        They wait longer while the event loop is behind: messages are what it is behind with, and every one costs it as
-        much as some ten rows of a step.
+        They wait longer while many rows run, or the event loop is behind: messages are what it is behind with, and
+        every one costs it as much as some ten rows of a step.
         """
         self._core = core
         self._interval_ns = stream_interval_ns
@@ -59,7 +60,8 @@ class Delivery:
     @property
     def interval_ns(self) -> int:
         """Between two pieces of a stream, as things stand."""
-        return self._interval_ns * min(_LAG_NS + self.lag_ns, _LONGEST * _LAG_NS) // _LAG_NS
+        longer = max(1.0 + self.lag_ns / _LAG_NS, self._core.num_rows / _MANY)
+        return round(self._interval_ns * min(longer, _LONGEST))
 
     def add(self, stream: Stream) -> None:
         self._streams[stream.request] = stream
