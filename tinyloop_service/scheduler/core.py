@@ -205,11 +205,12 @@ class Core:
     # ---- what is going on
 
     def take_events(self) -> list[Event]:
-        changed = [PrefixChanged(uid) for uid in self._prefixes.take_changed()]
-        retimed = [SnapshotExpires(*item) for item in self.snapshots.take_retimed()]
-        unwanted = map(SnapshotUnwanted, self.snapshots.take_unwanted())
-        events = [*self._events, *changed, *retimed, *unwanted]
+        events = self._events[:]
         self._events.clear()
+        if self._prefixes.changed or self.snapshots.has_news:  # seldom, and asked twice for each plan
+            events += [PrefixChanged(uid) for uid in self._prefixes.take_changed()]
+            events += [SnapshotExpires(*item) for item in self.snapshots.take_retimed()]
+            events += map(SnapshotUnwanted, self.snapshots.take_unwanted())
         return events
 
     @property

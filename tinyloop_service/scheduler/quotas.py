@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tinyloop_service.errors import TenantQuotaExceeded
 from tinyloop_service.types import Quota
@@ -62,8 +63,7 @@ class _Bucket:
         return -balance // self.rate + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):  # one for each request
     """What of a tenant waits."""
 
     requests: int = 0  # let in, for room

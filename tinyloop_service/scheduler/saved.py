@@ -161,6 +161,11 @@ class SavedStates:
         """It is saved, or about to be."""
         return digest in self._states or digest in self._kept
 
+    @property
+    def has_news(self) -> bool:
+        """Something for `take_unwanted` or `take_retimed`."""
+        return bool(self._unwanted or self._retimed)
+
     def take_unwanted(self) -> list[str]:
         unwanted = self._unwanted[:]
         self._unwanted.clear()
