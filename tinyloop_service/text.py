@@ -25,6 +25,7 @@ import tokenizers
 from tinyloop_service.errors import InvalidArgument, ModelFileError
 from tinyloop_service.types import Stops, TokenIds, TokenLogprob
 
+_SHORT = 500  # characters, encoded in a quarter of a millisecond
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"  # what a character of which bytes are missing is shown as
 
@@ -54,11 +55,14 @@ class Tokenizer:
         """Ids of `text`; `bos` puts the model's BOS, if it has one, before them.
 
         A prefix and a suffix are encoded on their own: the ids of two halves need not be those of the whole.
-        Other threads run meanwhile.
+        Other threads run meanwhile, but for a short text, where giving them the turn would cost more.
         """
         if not text.isascii():
             _check_unicode(text)
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # `encode` keeps the GIL
+        if len(text) <= _SHORT:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        else:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # gives the GIL away
         ids = tuple(encoding.ids)
         return (self.bos_token_id, *ids) if bos and self.bos_token_id is not None else ids
 
