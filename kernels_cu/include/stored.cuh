@@ -81,6 +81,14 @@ struct SharedScales {
   DEVICE StepScales key_scales(int s) const { return of_step(of_keys, s); }
   DEVICE StepScales value_scales(int s) const { return of_step(of_values, s); }
 
+  // Of two pairs of tokens, each from an even one on.
+  DEVICE StepScales of_pairs(const uint4 (&scales)[kScalePieces], int first, int second) const {
+    const u32* pairs = reinterpret_cast<const u32*>(scales);
+    return {{pairs[first / 2], pairs[second / 2]}};
+  }
+  DEVICE StepScales key_scales(int first, int second) const { return of_pairs(of_keys, first, second); }
+  DEVICE StepScales value_scales(int first, int second) const { return of_pairs(of_values, first, second); }
+
   // copy(to, from, token): the scales of 8 tokens.
   template <class Copy>
   DEVICE void copy_scales(const uint4* keys, const uint4* values, Copy copy) {
@@ -110,6 +118,8 @@ DEVICE StepScales load_scales(const uint4*, int, bool) { return {}; }
 struct SharedScales {
   DEVICE StepScales key_scales(int) const { return {}; }
   DEVICE StepScales value_scales(int) const { return {}; }
+  DEVICE StepScales key_scales(int, int) const { return {}; }
+  DEVICE StepScales value_scales(int, int) const { return {}; }
   template <class Copy>
   DEVICE void copy_scales(const uint4*, const uint4*, Copy) {}
 };

@@ -28,13 +28,10 @@ ALL_CASES = [(*shape, int8) for int8, shapes in ((False, SHAPES), (True, SHAPES[
 
 @pytest.fixture(params=["warps", "warpgroup"], autouse=True)
 def variant(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels on every machine that can run them; int8 pages have one, which the wrapper finds by itself."""
-    int8 = request.node.callspec.params.get("int8", False)
+    """Both kernels on every machine that can run them."""
     if request.param == "warpgroup" and device.arch != module.WIDE_ARCH:
         pytest.skip("warpgroup products are sm_90's")
     if request.param == "warps" and device.arch == module.WIDE_ARCH:
-        if int8:
-            pytest.skip("the same kernel either way")
         monkeypatch.setattr(module, "WIDE_ARCH", "none")
 
 

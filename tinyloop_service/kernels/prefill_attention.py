@@ -1,5 +1,5 @@
 """Causal attention of prompt tokens against the pages of their sequences: launches kernels_cu/prefill_attention.cu, and
-on sm_90 prefill_attention_wide.cu where pages are fp16.
+on sm_90 prefill_attention_wide.cu.
 
 In: queries, pages, and tiles of queries as device arrays.  Out: `a` is written on the device's stream.  Refuses arrays
 of another shape or type.  Not checked, for that would be a read: that pages, rows and slots exist.
@@ -17,7 +17,7 @@ from tinyloop_service.kernels.page_layout import PAGE_TOKENS, expected_pool, is_
 
 TILE_ROWS = 64  # most queries of a tile
 _THREADS = 128
-_STAGES, _WIDE_STAGES = 2, 3  # of fp16 K and V in shared memory
+_STAGES, _WIDE_STAGES, _WIDE_INT8_STAGES = 2, 3, 2  # of fp16 K and V in shared memory
 _OCTETS_APART = PAGE_TOKENS // 8 * 32  # bytes, of a stage
 
 
@@ -65,7 +65,7 @@ def prefill_attention(
         a=(a, "float16", "T, H*D"),
     )
     check_heads("prefill_attention", sizes, layer)
-    wide = device.arch == WIDE_ARCH and not is_int8(pool)
+    wide = device.arch == WIDE_ARCH
     stem = "prefill_attention_wide" if wide else "prefill_attention"
     defines = attention_defines(pool, head_dim, num_heads // num_kv_heads)
     kernel = device.kernel(stem, "prefill_attention", **defines)
@@ -86,8 +86,11 @@ def prefill_attention(
 
 
 def _shared_bytes(pool: Array, head_dim: int, wide: bool) -> int:
-    """K and V of a head in some pages, in int8 one as it is stored and one in fp16, each with its scales; what lies
-    between octets of fp16, unless `wide`; and the rows' slots and positions."""
-    stages = 1 if is_int8(pool) else _WIDE_STAGES if wide else _STAGES
-    token_bytes = 2 * (3 * head_dim + 4) if is_int8(pool) else stages * 4 * head_dim
-    return PAGE_TOKENS * token_bytes + (0 if wide else stages * _OCTETS_APART) + 2 * 4 * TILE_ROWS
+    """K and V of a head in some pages, in int8 with their scales; the rows' slots and positions.  Unless `wide`: what
+    lies between octets of fp16, and in int8 a page as it is stored."""
+    scales = 4 if is_int8(pool) else 0  # bytes of a token
+    token_bytes, rows = 4 * head_dim + scales, 2 * 4 * TILE_ROWS
+    if wide:
+        return (_WIDE_INT8_STAGES if scales else _WIDE_STAGES) * PAGE_TOKENS * token_bytes + rows
+    arrival, stages = (2 * head_dim + scales, 1) if scales else (0, _STAGES)
+    return PAGE_TOKENS * (arrival + stages * token_bytes) + stages * _OCTETS_APART + rows
