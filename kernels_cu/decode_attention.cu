@@ -279,7 +279,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   __shared__ Entries entries;
   __shared__ Exchange exchange;
   const Lists lists = {items,        all_entries, tables + table_offset, pool,
-                       table_stride, num_heads,   num_kv_heads,          max_blocks};
+                       table_stride, num_heads,   num_kv_heads,          max_blocks,
+                       static_cast<int>(blockIdx.y)};
   const Partials partials = {partial_o, partial_ml};
   if (threadIdx.x == 0) progress = {items[blockIdx.y], static_cast<int>(blockIdx.y), 0, num_items[0]};
   read_batch(batch, position, window, num_rows);

@@ -159,6 +159,14 @@ DEVICE void attend_together(const Partials& partials, const SharedPage& page, co
   }
 }
 
+// Blocks that start before the kernel in front ends are neighbours, on the few SMs that it leaves free.  So neighbours take
+// items half the list apart: some that many rows share, which take longest, and some of one row.
+DEVICE int spread_rank() {
+  const int n = gridDim.y, half = n / 2;
+  const int step = n % 2 == 1 ? half + 1 : half % 2 == 0 ? half + 1 : half + 2;  // has no divisor with n
+  return static_cast<int>(blockIdx.y) * step % n;
+}
+
 // Which items of one row the block's warps take in a round, four neighbours; all in all num_items, from num_shared on.
 struct Alone {
   const u16* newest;
@@ -171,7 +179,7 @@ struct Alone {
 DEVICE void put_newest(const Alone& alone, int round, const Lists& lists, const Batch& batch) {
   if (sizeof(Stored) > 1) return;  // they are there
 #pragma unroll 1
-  for (int index = index_of_round(round);; index = index_of_round(++round)) {
+  for (int index = index_of_round(round, lists.rank);; index = index_of_round(++round, lists.rank)) {
     if (index < alone.num_shared) continue;
     const int item = alone.first(index) + static_cast<int>(threadIdx.x / 32);
     if (alone.first(index) >= alone.num_items) return;
@@ -210,7 +218,7 @@ DEVICE void work_alone(const Partials& partials, Shared& shared, const Progress&
   const int warp = threadIdx.x / 32, num_items = alone.num_items;
   int round = progress.round, index = progress.index;
 #pragma unroll 1
-  for (; alone.first(index) < num_items; index = index_of_round(++round)) {
+  for (; alone.first(index) < num_items; index = index_of_round(++round, lists.rank)) {
     const int first = alone.first(index), item = first + warp;
     const Unit lead = read_unit(lists.items[first], lists);
     const Unit unit = read_unit(lists.items[min(item, num_items - 1)], lists);
@@ -238,10 +246,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   __shared__ Entries entries;
   __shared__ Shared shared;
   const Lists lists = {items,        all_entries, tables + table_offset, pool,
-                       table_stride, num_heads,   num_kv_heads,          max_blocks};
+                       table_stride, num_heads,   num_kv_heads,          max_blocks,
+                       spread_rank()};
   const Partials partials = {partial_o, partial_ml};
   const Alone alone = {newest, num_items[1], num_items[0]};
-  if (threadIdx.x == 0) progress = {items[blockIdx.y], static_cast<int>(blockIdx.y), 0, alone.num_shared};
+  if (threadIdx.x == 0) progress = {items[lists.rank], lists.rank, 0, alone.num_shared};
   read_batch(batch, position, window, num_rows);
   __syncthreads();
   work_together(partials, shared.page, entries, progress, alone, q, lists, batch, scale);

@@ -24,6 +24,7 @@ struct Lists {
   const i32* tables;  // of the layer: rows of max_blocks, table_stride apart
   const Stored* pool;
   int table_stride, num_heads, num_kv_heads, max_blocks;
+  int rank;  // of the block among those along y: which takes which items
 };
 
 // The rows, in shared memory.
@@ -76,13 +77,13 @@ DEVICE void read_batch(Batch& batch, const i32* position, const i32* window, int
   }
 }
 
-DEVICE int index_of_round(int round) {
-  const int n = gridDim.y, y = blockIdx.y;
-  return round * n + (round % 2 ? n - 1 - y : y);
+DEVICE int index_of_round(int round, int rank) {
+  const int n = gridDim.y;
+  return round * n + (round % 2 ? n - 1 - rank : rank);
 }
 
 DEVICE void advance(Progress& progress, const Lists& lists) {
-  progress.index = index_of_round(++progress.round);
+  progress.index = index_of_round(++progress.round, lists.rank);
   if (progress.index < progress.num_items) progress.item = lists.items[progress.index];
 }
 
