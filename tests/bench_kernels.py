@@ -206,6 +206,8 @@ class Bench:
 
     def _profile_prefill(self, length: int, *, in_full: bool) -> list[dict[str, Any]]:
         """The prefill, and where what is stored is not what is read, the making of that out of it."""
+        if length > (most := self._engine.limits.max_chunk):  # a second pass would replace the first one's tables
+            raise SystemExit(f"--prompt {length}: a profile is of one pass, which has at most {most} tokens")
         self._recorder.take()
         self._direct.prefill(self._tokens(length))
         launches = self._recorder.take()
