@@ -31,10 +31,6 @@ from tinyloop_service.rpc.status import to_status
 REQUEST_ID_KEY = "x-request-id"
 TRACE_KEYS = ("traceparent", "tracestate")  # W3C trace context
 PACKAGE = "tinyloop.v1"
-# Streams that gRPC takes for unary methods, from which they do not differ on the wire: what they return goes out with
-# the status, which is a wake-up of the event loop and a write to the socket less.  What they write before must be
-# bytes, for a unary method's context has no serializer.
-RETURN_THEIR_LAST = (f"/{PACKAGE}.GenerationService/Generate",)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -120,11 +116,9 @@ class _Malformed:
 
 
 def _refusing_malformed(handler: Any, method: str, observer: Observer) -> Any:
-    behaviour = _refusing(handler.unary_stream or handler.unary_unary, method.removeprefix(f"/{PACKAGE}."), observer)
-    handler = handler._replace(request_deserializer=_tolerant(handler.request_deserializer))
-    if handler.response_streaming and method not in RETURN_THEIR_LAST:
-        return handler._replace(unary_stream=behaviour)
-    return handler._replace(response_streaming=False, unary_stream=None, unary_unary=behaviour)
+    kind = "unary_stream" if handler.response_streaming else "unary_unary"
+    behaviour = _refusing(getattr(handler, kind), method.removeprefix(f"/{PACKAGE}."), observer)
+    return handler._replace(**{"request_deserializer": _tolerant(handler.request_deserializer), kind: behaviour})
 
 
 def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

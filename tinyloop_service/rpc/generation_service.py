@@ -22,18 +22,12 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):  # type:
         self._backend = backend
         self._creator = creator
 
-    async def Generate(
-        self, request: generation_pb2.GenerateRequest, context: Context
-    ) -> generation_pb2.GenerateResponse | None:
-        """Writes all messages but the last one, which it returns (`RETURN_THEIR_LAST`)."""
-        answering, last = self._backend.answering(context, "GenerationService/Generate"), None
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Context) -> None:
+        answering = self._backend.answering(context, "GenerationService/Generate")
         async with answering as call, await self._open(request, call) as stream:
             async for outputs in stream:
-                messages = write_outputs(outputs, self._backend.replica, packed=request.packed)
-                last = messages.pop() if stream.is_complete else None
-                for message in messages:
-                    await context.write(message.SerializeToString())
-        return last
+                for message in write_outputs(outputs, self._backend.replica, packed=request.packed):
+                    await context.write(message)
 
     async def GenerateUnary(
         self, request: generation_pb2.GenerateUnaryRequest, context: Context

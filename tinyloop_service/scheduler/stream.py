@@ -126,11 +126,6 @@ class Stream:
         self._news = asyncio.Event()
 
     @property
-    def is_complete(self) -> bool:
-        """Every choice has completed: who reads now has it all."""
-        return self._num_open == 0
-
-    @property
     def is_over(self) -> bool:
         """Nothing more will arrive."""
         return self._num_open == 0 or self._error is not None or self._is_left
