@@ -43,7 +43,7 @@ class SchedulerSettings:
     max_queue: int = 1024  # requests and builds that may wait; beyond it QueueFull
     max_prefixes: int = MOST_PREFIXES  # with pages in memory; beyond it the least recently used are evicted
     pin_fraction: float = 0.5  # of the pages that pinned prefixes and their parents may take
-    prefill_share: float = 0.7  # of a plan's time that prompt tokens may take while rows decode
+    prefill_share: float = 0.5  # of a plan's time that prompt tokens may take while rows decode
     steps_per_plan: int = 8  # decode steps in one plan while nothing waits, at most the engine's max_steps
     plans_in_flight: int = 2  # the one that runs and those queued behind it, so that the device never waits
     stream_interval_ns: int = 10_000_000  # between two pieces of a stream; tokens that come sooner leave together
