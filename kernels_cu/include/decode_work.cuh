@@ -132,8 +132,6 @@ DEVICE UnitSight sight_of_unit(const Unit& unit, const Entries& entries) {
   return {{reduce_min(begin), reduce_max(end)}, reduce_min(settled_end)};
 }
 
-DEVICE int tiles_of(const Unit& unit) { return (unit.num_entries + kTileEntries - 1) / kTileEntries; }
-
 DEVICE Query query_of(int tile, int i, const Unit& unit, const Entries& entries) {
   const int e = tile * kTileEntries + i / kQueriesPerKv;
   const int head = static_cast<int>(blockIdx.x) * kQueriesPerKv + i % kQueriesPerKv;

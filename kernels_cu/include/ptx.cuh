@@ -149,18 +149,6 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* shared) {
 
 // ---- memory ---------------------------------------------------------------------------------------------------
 
-// Constant data that other kernels will read again (weights): stays in L2, passes L1 by.  Must not be written by
-// this kernel or by the one before it: may be issued before dependency_wait.
-DEVICE uint4 load_keep(const uint4* global) {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(global), "l"(policy));
-  return v;
-}
-
 // Data that is read once (K and V pages): first to leave L2, passes L1 by.
 DEVICE uint4 load_stream(const uint4* global) {
   u64 policy;
@@ -226,9 +214,6 @@ DEVICE float2 load_l2(const float2* global, bool wanted = true) {
   return v;
 }
 
-// Brings a line to L2; nothing is read yet, so the line may still be written by the kernel before.
-DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
-
 // 16 bytes from global to shared memory, both 16-byte aligned, without waiting; zeros where not valid.  Complete for
 // this thread after cp_async_wait, for the block after a further __syncthreads.
 DEVICE void cp_async16(void* shared, const void* global, bool valid) {
@@ -267,14 +252,6 @@ DEVICE void cp_async_wait() {
 }
 
 DEVICE i32 atomic_add(i32* address, i32 value) { return atomicAdd(address, value); }
-
-// For counting arrivals in global memory: what this block wrote before its last __syncthreads is visible to whoever
-// sees the count, and the reverse.  Cheaper than thread_fence on both sides.
-DEVICE i32 atomic_arrive(i32* counter) {
-  i32 before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
 
 DEVICE void thread_fence() { __threadfence(); }
 

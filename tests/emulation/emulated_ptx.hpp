@@ -278,7 +278,6 @@ inline uint4 load_global(const uint4* global) {
   emulator::check_aligned(global);
   return *global;
 }
-inline uint4 load_keep(const uint4* global) { return load_global(global); }
 inline uint4 load_stream(const uint4* global) { return load_global(global); }
 
 inline uint4 load_stream_if(const uint4* global, bool wanted) { return wanted ? load_global(global) : uint4{}; }
@@ -288,7 +287,6 @@ inline uint2 load_stream(const uint2* global) {
 }
 inline uint2 load_stream_if(const uint2* global, bool wanted) { return wanted ? load_stream(global) : uint2{}; }
 inline float2 load_l2(const float2* global, bool wanted = true) { return wanted ? *global : float2{}; }
-inline void prefetch_l2(const void*) {}
 
 inline void cp_async16(void* shared, const void* global, bool valid) {
   emulator::check_aligned(shared);
@@ -322,7 +320,6 @@ inline i32 atomic_add(i32* address, i32 value) {
   return before;
 }
 
-inline i32 atomic_arrive(i32* counter) { return atomic_add(counter, 1); }
 
 inline void thread_fence() {}
 
