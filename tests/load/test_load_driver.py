@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from typing import cast
 
 import pytest
 from load_harness import Around, drive, fake, job_of, prompts_of, with_prefixes
@@ -13,9 +15,11 @@ from load_harness import Around, drive, fake, job_of, prompts_of, with_prefixes
 from tinyloop_service.bench.service import Ask, Outputs, Service
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.errors import PrefixNotFound
+from tinyloop_service.load import watch
 from tinyloop_service.load.driver import TICK_NS, Driver
 from tinyloop_service.load.results import Way
 from tinyloop_service.load.watch import settled_pages
+from tinyloop_service.types import Load
 
 MS = 10**6
 
@@ -184,3 +188,13 @@ async def test_a_phase_lasts_as_long_as_it_is_said_to() -> None:
         driven = await Driver(target, prompts_of(), job).run()
     assert driven.sent == []
     assert time.monotonic_ns() >= job.end_ns
+
+
+async def test_a_server_that_has_gone_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent:
+        async def load(self) -> Load:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    monkeypatch.setattr(watch, "SETTLE_S", 0.01)
+    assert await settled_pages(cast("Service", Silent()), 0) == -1

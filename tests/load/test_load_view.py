@@ -111,6 +111,8 @@ def test_the_exit_status_tells_what_must_not_be_relied_on() -> None:
     [phase] = quiet().phases
     nothing = replace(phase, counts=replace(phase.counts, completed=0))
     assert _status(replace(quiet(), phases=(nothing,))) == 1
+    hanging = replace(phase, counts=replace(phase.counts, unfinished=1))
+    assert _status(replace(quiet(), phases=(hanging,))) == 1
     error = ErrorCount("NOT_FOUND", "PREFIX_EXPIRED", 1, True, "it has expired")
     assert _status(replace(quiet(), phases=(replace(phase, errors=(error,)),))) == 0, "the workload provokes it"
     assert _status(replace(quiet(), phases=(replace(phase, errors=(replace(error, expected=False),)),))) == 1

@@ -83,3 +83,16 @@ def test_a_reader_that_is_gone_is_no_error() -> None:
         os.close(end)
     lines.write("to nobody\n")
     assert lines.settle(60) and lines.dropped == 1
+
+
+def test_a_descriptor_that_is_closed_takes_lines_to_nowhere() -> None:
+    """As of a server whose standard error is closed; its number is not given to what is opened next."""
+    closed = os.dup(1)
+    os.close(closed)
+    lines = Lines(closed)
+    lines.write("nobody hears this\n")
+    assert lines.settle(60) and not lines.dropped
+    other = os.open(os.devnull, os.O_RDONLY)
+    assert other != closed
+    os.close(other)
+    os.close(closed)

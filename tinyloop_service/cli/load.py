@@ -163,5 +163,6 @@ def _status(result: Result) -> int:
     """1 where something failed unexpectedly, or where figures or answers must not be relied on."""
     failed = any(not error.expected for _, error in result.errors())
     useless = any(phase.lag.bottleneck or not phase.counts.completed for phase in result.phases)
+    useless |= not result.sweeps and any(phase.counts.unfinished for phase in result.phases)  # a sweep goes too far
     check = result.verification
     return int(failed or useless or (check is not None and check.alike < check.asked))

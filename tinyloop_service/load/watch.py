@@ -53,8 +53,9 @@ class Watch:
 
 async def peek(service: Service) -> Load | None:
     try:
-        return await service.load()
-    except TinyLoopError:
+        async with asyncio.timeout(SETTLE_S):  # a server that has gone silent does not refuse
+            return await service.load()
+    except (TinyLoopError, TimeoutError):
         return None
 
 

@@ -36,7 +36,7 @@ class Lines:
         self.dropped = 0  # since the start; read from anywhere
         self._told = 0  # of them, those that a line has told of
         self._counting = threading.Lock()
-        self._descriptor = os.dup(descriptor)
+        self._descriptor = _own(descriptor)
         self._most = most
         self._waiting: SimpleQueue[str | threading.Event] = SimpleQueue()
         threading.Thread(target=self._run, name="tinyloop-lines", daemon=True).start()
@@ -90,3 +90,12 @@ class Lines:
     def _drop(self) -> None:
         with self._counting:
             self.dropped += 1
+
+
+def _own(descriptor: int) -> int:
+    """A duplicate; of one that is closed (`2>&-`) nothing, which also keeps its number from what is opened next."""
+    try:
+        return os.dup(descriptor)
+    except OSError:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        return nothing if nothing == descriptor else os.dup2(nothing, descriptor)
