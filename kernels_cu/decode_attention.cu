@@ -270,10 +270,10 @@ DEVICE void attend(const Partials& partials, Exchange& exchange, const Unit& uni
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    decode_attention(const u16* q, const Stored* pool, const u16* newest, const i32* tables, const Item* items, const i32* num_items,
-                     const uint2* all_entries, const i32* position, const i32* window, float* partial_o,
-                     float2* partial_ml, i32 table_offset, i32 table_stride, i32 num_rows, i32 num_heads,
-                     i32 num_kv_heads, i32 max_blocks, float scale) {
+    decode_attention(const u16* q, const Stored* pool, const u16* newest, const i32* tables, const Item* items,
+                     const i32* num_items, const uint2* all_entries, const i32* position, const i32* window,
+                     float* partial_o, float2* partial_ml, i32 table_offset, i32 table_stride, i32 num_rows,
+                     i32 num_heads, i32 num_kv_heads, i32 max_blocks, float scale) {
   __shared__ Batch batch;
   __shared__ Progress progress;
   __shared__ Entries entries;

@@ -66,10 +66,10 @@ def decode_attention(
 
     Items that many rows share come first: a block takes items in order, and shared ones cost most.  An item whose n is
     not 0 may be read through the other slot's page, which must be the same bit for bit up to there; those of one such
-    page belong side by side, behind the shared ones. The page of a row's token has one entry; in int8 the token is
-    coded and put there. With `dependent`, positions and all but the newest tokens' K and V
-    must have been written before a kernel of the stream that was not launched as a dependent one. For tests:
-    `num_blocks` along the items, and the kernel for `many` rows for few as well; bits are the same.
+    page belong side by side, behind the shared ones.  The page of a row's token has one entry; in int8 the token is
+    coded and put there.  With `dependent`, positions and all but the newest tokens' K and V must have been written
+    before a kernel of the stream that was not launched as a dependent one.  For tests: `num_blocks` along the items,
+    and the kernel for `many` rows for few as well; bits are the same.
     """
     sizes = match(
         "decode_attention",
