@@ -21,7 +21,6 @@
 #include "shared_page.cuh"
 
 constexpr int kBlocksPerSm = 4;
-constexpr bool kCodesNewest = kScaleBytes > 0;  // else rows' newest tokens are in their pages
 
 // A shared unit's page, or what warps alone have copies of; and the queries of these.
 struct SideBySide {
@@ -178,6 +177,7 @@ struct Alone {
 
 // Before all else that the block does with what the kernel before wrote: its rows' newest tokens, into their pages.
 DEVICE void put_newest(const Alone& alone, int round, const Lists& lists, const Batch& batch) {
+  if (sizeof(Stored) > 1) return;  // they are there
 #pragma unroll 1
   for (int index = index_of_round(round, lists.rank);; index = index_of_round(++round, lists.rank)) {
     if (index < alone.num_shared) continue;
@@ -204,7 +204,7 @@ DEVICE void work_together(const Partials& partials, SharedPage& page, Entries& e
     const PageHead from = page_head(lists, unit.page);
     copy_page(page, from, sight.any, 0, sight.settled_end);
     wait_once(round);
-    if (kCodesNewest && round == 0) put_newest(alone, round, lists, batch);
+    if (round == 0) put_newest(alone, round, lists, batch);
     if (sight.settled_end < kPageTokens) copy_page(page, from, sight.any, sight.settled_end, kPageTokens);
     attend_together(partials, page, q, unit, entries, lists, sight.any, scale);
     __syncthreads();  // nobody still reads the page and the entries
@@ -227,7 +227,7 @@ DEVICE void work_alone(const Partials& partials, Shared& shared, const Progress&
     __syncthreads();  // nobody still reads the page
     if (kCopies) copy_first(shared.page, page_head(lists, lead.source), lead.copied_end);
     wait_once(round);
-    if (kCodesNewest && round == 0) put_newest(alone, round, lists, batch);
+    if (round == 0) put_newest(alone, round, lists, batch);
     __syncwarp();
     load_own_queries(shared.queries[warp], q, entry.row, lists.num_heads);
     const int copied_end = kCopies && unit.source == lead.source ? min(unit.copied_end, lead.copied_end) : 0;
@@ -237,10 +237,10 @@ DEVICE void work_alone(const Partials& partials, Shared& shared, const Progress&
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    decode_attention(const u16* q, const Stored* pool, const u16* newest, const i32* tables, const Item* items,
-                     const i32* num_items, const uint2* all_entries, const i32* position, const i32* window,
-                     float* partial_o, float2* partial_ml, i32 table_offset, i32 table_stride, i32 num_rows,
-                     i32 num_heads, i32 num_kv_heads, i32 max_blocks, float scale) {
+    decode_attention(const u16* q, const Stored* pool, const u16* newest, const i32* tables, const Item* items, const i32* num_items,
+                     const uint2* all_entries, const i32* position, const i32* window, float* partial_o,
+                     float2* partial_ml, i32 table_offset, i32 table_stride, i32 num_rows, i32 num_heads,
+                     i32 num_kv_heads, i32 max_blocks, float scale) {
   __shared__ Batch batch;
   __shared__ Progress progress;
   __shared__ Entries entries;

@@ -43,6 +43,17 @@ struct Operands {
   unsigned char values[kRing][2 * kHeadElements];
 };
 
+// Scales of the pages of K in the ring, if there are any.
+struct ScalesOfHalves {
+  DEVICE SharedScales of(int) const { return {}; }
+};
+
+struct ScalesOfLevels {
+  SharedScales scales[kRing];
+
+  DEVICE const SharedScales& of(int slot) const { return scales[slot]; }
+};
+
 // Fragments of the queries: step s is dimensions 16·s … + 15.
 typedef u32 Queries[kDimSteps][4];
 
@@ -72,12 +83,7 @@ DEVICE u32 place_of_key(u32 n) {
 
 #ifdef TL_INT8
 
-// And the scales of the pages whose K is there.
-struct Rings : Operands {
-  SharedScales scales[kRing];
-
-  DEVICE const SharedScales& of(int slot) const { return scales[slot]; }
-};
+struct Rings : Operands, ScalesOfLevels {};
 
 constexpr int kHeldPieces = kHeadPieces / kCopyPieces / kThreads;  // 16 levels each, of K and of V
 
@@ -139,9 +145,7 @@ DEVICE void store_held(Held& held, Rings& rings, int& key_slot, int& value_slot)
 
 #else
 
-struct Rings : Operands {
-  DEVICE SharedScales of(int) const { return {}; }
-};
+struct Rings : Operands, ScalesOfHalves {};
 
 struct Held {};
 
