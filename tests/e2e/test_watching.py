@@ -142,6 +142,20 @@ def test_a_server_does_not_wait_for_who_reads_what_it_says(tiny: Path) -> None:
         os.close(writing)
 
 
+def test_a_server_that_fails_does_not_wait_for_who_reads_why(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    fill(writing)
+    addresses = ("--listen", "127.0.0.1:0", "--health-listen", "none")
+    server = start("serve", "--model", tmp_path / "none", *addresses, stderr=writing)
+    try:
+        assert server.wait(TIMEOUT_S) == 1
+    finally:
+        server.kill()
+        server.communicate()
+        os.close(reading)
+        os.close(writing)
+
+
 def test_lines_that_were_dropped_are_counted_and_the_next_one_has_their_number() -> None:
     code = (
         "import structlog; from tinyloop_service.observe.logs import configure_logging, dropped_lines\n"

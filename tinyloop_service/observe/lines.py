@@ -29,7 +29,7 @@ _MOMENT_S = 0.002  # lines of one moment wake the thread once: a wake costs as m
 
 
 class Lines:
-    """What structlog takes for a file."""
+    """What structlog, print and rich take for a file."""
 
     def __init__(self, descriptor: int, most: int = MOST_LINES) -> None:
         """The descriptor is duplicated: what its number stands for later is none of ours."""
@@ -58,6 +58,9 @@ class Lines:
 
     def flush(self) -> None:
         """Nothing is kept back."""
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
 
     def settle(self, limit_s: float = FLUSH_S) -> bool:
         """Wait for what was written until now to leave; whether it did."""

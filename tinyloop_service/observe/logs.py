@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import Any, TextIO, cast
 
 import structlog
@@ -23,9 +24,12 @@ _lines: Lines | None = None  # this process's, once it is configured
 
 
 def configure_logging(settings: ServerSettings) -> None:
-    """structlog to standard error, one line an event; JSON or for people."""
+    """structlog to standard error, one line an event; JSON or for people.  What else is said there goes the same way:
+    of what a process ends, an error and its traceback are the last words, and would be waited for as well."""
     global _lines
     _lines = lines = Lines(_STDERR)
+    if sys.stderr is sys.__stderr__:  # nobody has turned it elsewhere
+        sys.stderr = cast(TextIO, lines)
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     chain: list[Any] = [
         lines.admit,
