@@ -5,7 +5,7 @@
     stop    1 health says "not ready"            load balancers stop sending
             2 a pause                            until they have noticed
             3 new requests hear DRAINING         running ones have the grace time to finish
-            4 scheduler and engine close         what still runs hears MODEL_CLOSED
+            4 scheduler and engine close         what still runs hears MODEL_CLOSED, what comes DRAINING
             5 the server closes                  when the last messages have left
 
 `App.run` does all of it around SIGTERM and SIGINT: the first signal drains, a second one skips what is left of the
@@ -117,6 +117,7 @@ class App:
             await asyncio.wait([self._warming], timeout=_FLUSH_S)
         if self._scheduler is not None and grace_s > 0:
             await self._unless_hurried(self._scheduler.drain(grace_s))
+        self._backend.close()
         if self._scheduler is not None:
             await self._unless_hurried(_close(self._scheduler))
         self._health.end_watches()

@@ -142,6 +142,9 @@ class WarmingUp(Unavailable):
 class Draining(Unavailable):
     reason = "DRAINING"
 
+    def __init__(self, message: str = "the server is draining; try another replica", *, retry_after_s: float = 1.0):
+        super().__init__(message, retry_after_s=retry_after_s)
+
 
 class RegistryUnavailable(Unavailable):
     """The registry of names does not answer.  What is in memory goes on; whether a change was made is not known."""

@@ -81,7 +81,8 @@ class Served:
 
     @property
     def scheduler(self) -> Scheduler:
-        return self.app._backend.scheduler
+        assert self.app._scheduler is not None
+        return self.app._scheduler
 
     @property
     def prefixes(self) -> Any:

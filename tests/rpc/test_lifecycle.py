@@ -194,6 +194,26 @@ async def test_drain_refuses_what_is_new_and_finishes_what_runs() -> None:
         assert served.engine.is_closed
 
 
+async def test_a_call_that_comes_while_a_drained_server_closes_is_told_to_try_another() -> None:
+    gate = threading.Event()
+    async with (
+        serving(FakeEngine(gate=gate)) as served,
+        grpc.aio.insecure_channel(served.address, NO_RETRIES) as channel,
+    ):
+        running = asyncio.create_task(refusal(served.generation.Generate(request(5, 6))))
+        await until(lambda: served.num_open() == 1)
+        stopping = asyncio.create_task(served.app.stop(grace_s=0.0))
+        assert reason_of(await running) == ("UNAVAILABLE", "MODEL_CLOSED")  # its step goes on, which keeps the server
+        for new in (
+            generation_pb2_grpc.GenerationServiceStub(channel).Generate(request()),
+            prefix_pb2_grpc.PrefixServiceStub(channel).CreatePrefix(p.CreatePrefixRequest(input=ids(1))),
+            prefix_pb2_grpc.PrefixServiceStub(channel).GetPrefix(p.GetPrefixRequest(name="prefixes/p")),
+        ):
+            assert reason_of(await refusal(new)) == ("UNAVAILABLE", "DRAINING")
+        gate.set()
+        await stopping
+
+
 async def test_health_is_watched_where_calls_are_served_and_no_watch_holds_a_server_up() -> None:
     gate = threading.Event()
     async with serving(FakeEngine(gate=gate)) as served:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 from tinyloop_service.engine.api import Limits
-from tinyloop_service.errors import InvalidArgument, WarmingUp
+from tinyloop_service.errors import Draining, InvalidArgument, Unavailable, WarmingUp
 from tinyloop_service.observer import UNWATCHED, Observer
 from tinyloop_service.registry.names import Names
 from tinyloop_service.rpc.boundary import Context, answering
@@ -15,12 +16,11 @@ from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.text import Tokenizer
 from tinyloop_service.types import TokenIds
 
-_WARMING_UP = "the server is loading its model; try again in a moment"
 _SHORT_TEXT = 2000  # characters that are tokenised at once, in well under a millisecond
 
 
 class Backend:
-    """Empty while the server warms up; filled once by `open`."""
+    """Empty while the server warms up, and when it ends; filled once by `open`."""
 
     def __init__(self, replica: str, observer: Observer = UNWATCHED) -> None:
         self.replica = replica
@@ -28,11 +28,17 @@ class Backend:
         self.config: Mapping[str, Any] = {}
         self._scheduler: Scheduler | None = None
         self._names: Names | None = None
+        self._refusal: Unavailable = WarmingUp("the server is loading its model; try again in a moment")
 
     def open(self, scheduler: Scheduler, names: Names, config: Mapping[str, Any]) -> None:
         """From now on calls are served.  `config`: the configuration in the model file."""
         self._scheduler, self._names = scheduler, names
         self.config = config
+
+    def close(self) -> None:
+        """From now on calls hear what those have heard that came while the server drained."""
+        self._scheduler = self._names = None
+        self._refusal = Draining()
 
     def answering(self, context: Context, method: str) -> answering:
         """What goes around the body of a method, Service/Method."""
@@ -40,16 +46,16 @@ class Backend:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Raises WarmingUp while there is none."""
+        """Raises WarmingUp or Draining while there is none."""
         if self._scheduler is None:
-            raise WarmingUp(_WARMING_UP)
+            raise copy.copy(self._refusal)
         return self._scheduler
 
     @property
     def names(self) -> Names:
-        """Raises WarmingUp while there are none."""
+        """Raises WarmingUp or Draining while there are none."""
         if self._names is None:
-            raise WarmingUp(_WARMING_UP)
+            raise copy.copy(self._refusal)
         return self._names
 
     @property

@@ -68,7 +68,7 @@ class Scheduler:
 
     async def drain(self, grace_s: float) -> None:
         """Refuse what is new; return when all that was taken has ended, or after `grace_s`."""
-        self._core.refuse(Draining("the server is draining; try another replica"))
+        self._core.refuse(Draining())
         self._cycle.drain()
         try:
             await asyncio.wait_for(self._cycle.drained.wait(), grace_s)
