@@ -120,8 +120,15 @@ def test_the_exit_status_tells_what_must_not_be_relied_on() -> None:
 
 def test_pages_that_did_not_come_back_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     [phase] = quiet().phases
-    lines = shown(replace(quiet(), phases=(replace(phase, pages_after=12),)), capsys)
+    error = ErrorCount("INTERNAL", "", 3, False, "bug")
+    kept = replace(quiet(), phases=(replace(phase, pages_after=12),))
+    lines = shown(replace(kept, phases=(replace(kept.phases[0], errors=(error,)),)), capsys)
     assert lines[0].startswith("1/s, shared: requests hold 12 pages afterwards, 0 before")
+    assert lines[1] == "3 errors INTERNAL: bug" and _status(kept) == 1
+    fewer = replace(quiet(), phases=(replace(phase, pages_before=12),))
+    assert _status(fewer) == 0, "somebody else's came back"
+    too_far = replace(kept, phases=(replace(kept.phases[0], counts=replace(phase.counts, unfinished=1)),))
+    assert _status(replace(too_far, sweeps=example().sweeps)) == 0, "what still runs holds them"
 
 
 def test_a_server_that_did_not_say_is_not_said_to_hold_pages(capsys: pytest.CaptureFixture[str]) -> None:

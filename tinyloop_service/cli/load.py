@@ -121,7 +121,7 @@ def load(server: Connection, json_path: Path | None, report_path: Path | None, *
     Workloads: rag, chat-template, few-shot, gsp, prefix-repetition, zipf-churn, cancel-heavy, one-huge-build, or a
     file like theirs.  Prefixes are made before, and deleted afterwards.  Ends with 1 where anything failed
     with an error that the workload does not name, where latencies are the harness's own, where no request was
-    completed, or where an answer differs.
+    completed, where memory did not come back, or where an answer differs.
 
     \b
     Examples:
@@ -163,6 +163,7 @@ def _status(result: Result) -> int:
     """1 where something failed unexpectedly, or where figures or answers must not be relied on."""
     failed = any(not error.expected for _, error in result.errors())
     useless = any(phase.lag.bottleneck or not phase.counts.completed for phase in result.phases)
+    useless |= any(phase.keeps_pages and not phase.counts.unfinished for phase in result.phases)
     useless |= not result.sweeps and any(phase.counts.unfinished for phase in result.phases)  # a sweep goes too far
     check = result.verification
     return int(failed or useless or (check is not None and check.alike < check.asked))

@@ -98,6 +98,10 @@ def print_result(result: Result) -> None:
 
 def _troubles(result: Result) -> Iterator[Text]:
     """What has to be known before any figure is believed."""
+    for phase in result.phases:
+        if phase.keeps_pages:
+            pages = f"requests hold {phase.pages_after} pages afterwards, {phase.pages_before} before"
+            yield Text(f"{phase.name}: {pages}; somebody else's, or lost", style="bold red")
     counted: dict[tuple[str, str], list[ErrorCount]] = {}
     for _, error in result.errors():
         counted.setdefault((error.code, error.reason), []).append(error)
@@ -118,9 +122,6 @@ def _troubles(result: Result) -> Iterator[Text]:
             )
         if phase.pages_after < 0:
             yield Text(f"{phase.name}: the server did not say what requests hold afterwards", style="bold yellow")
-        elif phase.pages_after != phase.pages_before:
-            pages = f"requests hold {phase.pages_after} pages afterwards, {phase.pages_before} before"
-            yield Text(f"{phase.name}: {pages}; somebody else's, or lost", style="bold yellow")
     check = result.verification
     for line in check.differing if check is not None else ():
         yield Text.assemble(("differs: ", "bold red"), line)

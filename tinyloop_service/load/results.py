@@ -161,6 +161,11 @@ class Phase:
         load = f"{self.load:g}/s" if self.driving is Driving.OPEN else f"{self.load:g} callers"
         return f"{load}, {self.way.value}"
 
+    @property
+    def keeps_pages(self) -> bool:
+        """Requests hold more after the last of them than before the first."""
+        return self.pages_after > self.pages_before
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:

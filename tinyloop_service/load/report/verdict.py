@@ -122,7 +122,7 @@ def _verification(result: Result) -> Iterator[Finding]:
 
 
 def _leftovers(result: Result) -> Iterator[Finding]:
-    kept = [phase for phase in result.phases if phase.pages_after > phase.pages_before]
+    kept = [phase for phase in result.phases if phase.keeps_pages]
     if kept:
         details = tuple(f"{phase_name(p)}: {count(p.pages_before)} before, {count(p.pages_after)} after" for p in kept)
         yield Finding(Grade.BAD, "Memory did not come back: requests hold pages after the last of them.", details)
