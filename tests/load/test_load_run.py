@@ -48,7 +48,8 @@ async def test_both_ways_in_turn_and_the_answers_verified() -> None:
     assert (found.economy.prefix_tokens, found.economy.suffix_tokens, found.economy.new_tokens) == (70, 3, 5)
     turns = [status.doing for status in told if status.length_s]
     order = [name for at, name in enumerate(turns) if at == 0 or turns[at - 1] != name]
-    assert order == ["4 callers, shared", "4 callers, no-share", "4 callers, shared"], "the second pair the other way"
+    sides = ("shared, turn 1", "no-share, turn 1", "no-share, turn 2", "shared, turn 2")
+    assert order == [f"4 callers, {side} of 2" for side in sides], "the second pair the other way"
 
 
 async def test_answers_that_differ_are_told_with_their_place() -> None:

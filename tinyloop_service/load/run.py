@@ -187,7 +187,9 @@ class LoadTest:
             order = order[:1]
         turns: dict[Way, list[Turn]] = {way: [] for way in ways}
         for way, number in order:
-            turns[way].append(await self._turn(load, way, number, self._plan.measured_s * len(ways) / len(order)))
+            named = f", turn {number + 1} of {len(order) // len(ways)}" if len(order) > 1 else ""
+            measured_s = self._plan.measured_s * len(ways) / len(order)
+            turns[way].append(await self._turn(load, way, number, measured_s, named))
         plan = self._plan
         for way in ways:
             found = measures.phase(
@@ -196,7 +198,7 @@ class LoadTest:
             self._phases.append(found)
             self._answers += [(way, sent) for turn in turns[way] for sent in turn.measured if sent.timeline.token_ids]
 
-    async def _turn(self, load: float, way: Way, number: int, measured_s: float) -> Turn:
+    async def _turn(self, load: float, way: Way, number: int, measured_s: float, named: str) -> Turn:
         plan, is_open = self._plan, self._plan.driving is Driving.OPEN
         length_s = plan.warmup_s + measured_s
         before = await peek(self._target)
@@ -212,7 +214,7 @@ class LoadTest:
             keep_ids=plan.verify > 0,
         )
         pages_before = 0 if before is None else before.pages_requests
-        driven, watch = await self._watched(job, f"{load:g}{'/s' if is_open else ' callers'}, {way.value}")
+        driven, watch = await self._watched(job, f"{load:g}{'/s' if is_open else ' callers'}, {way.value}{named}")
         pages_after = await settled_pages(self._target, pages_before)
         return Turn(job, driven, tuple(watch.samples), pages_before, pages_after)
 
