@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
-import warnings
 from typing import Any
 
 import pytest
 from clients_harness import GREEDY, PROMPT, in_thread
+from forks import forked
 from rpc_harness import CONFIG, SERVER, Served, expected_tokens, serving, until
 
 from tinyloop_service import errors
@@ -155,15 +154,6 @@ async def test_a_forked_process_is_told_to_make_its_own_client(served: Served) -
         client.close()
         return 5
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
-        process = os.fork()
-    if process == 0:
-        try:
-            os._exit(child())
-        finally:
-            os._exit(99)
-    _, status = await asyncio.to_thread(os.waitpid, process, 0)
-    assert os.waitstatus_to_exitcode(status) == 5
+    assert forked(child) == 5
     assert (await asyncio.to_thread(client.complete, prefix=handle, **GREEDY)).usage.cached_tokens == len(PROMPT)
     await asyncio.to_thread(client.close)

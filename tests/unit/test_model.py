@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks import forked
 
 from tinyloop_service import model as model_module
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, expected_tokens
@@ -284,23 +283,6 @@ def test_a_model_that_its_own_thread_collects_ends_too(model: Model) -> None:
     assert not runtime._thread.is_alive()
 
 
-def forked(child: Callable[[], int]) -> int:
-    """The exit status of `child` in a fork of this process; fails if it does not end."""
-    process = os.fork()
-    if process == 0:
-        try:
-            os._exit(child())
-        finally:
-            os._exit(99)
-    deadline = time.monotonic() + WAIT_S
-    while (ended := os.waitpid(process, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > deadline:
-            os.kill(process, signal.SIGKILL)
-        time.sleep(0.002)
-    return os.waitstatus_to_exitcode(ended[1])
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_is_told_to_make_its_own_and_ends(model: Model) -> None:
     prefix = model.build_prefix_cache(PROMPT)
 
