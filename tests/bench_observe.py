@@ -18,7 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+try:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}: this needs the developers' install, pip install -e '.[dev]'") from None
 
 from tinyloop_service.bench import describe_machine
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,16 @@ def test_llama_cpp_beside() -> None:
     table = bench_cpu.markdown("both", found).splitlines()
     assert table[4] == "| prefill | 200 (100, 300) | 200 (200, 200) | 1.00 |"
     assert table[5] == "| decode step, 1 | 4.00 (4.00, 4.00) | 2.00 (2.00, 2.00) | 2.00 |"
+
+
+def test_without_the_developers_install_what_watching_costs_is_one_sentence(tmp_path: Path) -> None:
+    """A file of its name stands for a package that is not there."""
+    (tmp_path / "opentelemetry.py").write_text("raise ModuleNotFoundError(\"No module named 'opentelemetry'\")")
+    command = (sys.executable, str(TESTS / "bench_observe.py"))
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=path)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "developers' install, pip install -e '.[dev]'" in done.stderr
 
 
 def test_cache_modes_side_by_side() -> None:
