@@ -175,6 +175,40 @@ def test_nobody_evicts_what_somebody_older_waits_for() -> None:
     assert driver.state(younger) == "ready" and driver.state("uid1") == "evicted"
 
 
+def test_what_nobody_waits_for_is_evicted_before_what_somebody_does() -> None:
+    """One row at a time: when it is free an older request needs pages, and a younger one waits for the prefix that was
+    used longest ago."""
+    driver = Driver(dataclasses.replace(SMALL, num_pages=12, max_rows=1))
+    for seed, name in enumerate("pq"):
+        driver.create(name, tokens(128, seed))
+        driver.run()
+    driver.submit(GenerationRequest((1,), 40))
+    driver.step()
+    driver.submit(GenerationRequest(tokens(128, 2), 5))
+    younger = driver.submit(GenerationRequest((2,), 5, prefix="p"))
+    driver.run()
+    admitted = driver.requests[younger].admitted
+    assert admitted is not None and admitted.cached_tokens == 128 and builds(driver) == 2
+    assert driver.state("uid1") == "ready" and driver.state("uid2") == "evicted"
+
+
+@pytest.mark.parametrize(("length", "waits"), [(128, True), (100, False)])
+def test_nothing_is_evicted_for_a_build_that_would_only_share_time(length: int, waits: bool) -> None:
+    """Another has 236 tokens left: one of less than half of that goes ahead, one of more would make both late."""
+    driver = Driver(dataclasses.replace(SMALL, num_pages=16))
+    kept = driver.create("kept", tokens(128))
+    driver.run()
+    first = driver.create("first", tokens(300, 1))
+    driver.step()
+    second = driver.create("second", tokens(length, 2))
+    driver.step()
+    assert driver.state(kept) == ("ready" if waits else "evicted")
+    driver.run(until=lambda: driver.state(first if waits else second) == "ready")
+    assert driver.info(second).tokens_built == (0 if waits else 100)
+    driver.run()
+    assert [driver.state(uid) for uid in (kept, first, second)] == ["evicted", "ready", "ready"]
+
+
 def idle_chain() -> Driver:
     """A prefix and its child, READY, their active forms dropped under pressure."""
     driver = Driver(dataclasses.replace(ACTIVE, num_pages=40))

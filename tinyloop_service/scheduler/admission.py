@@ -5,11 +5,13 @@ know what a step is.
 
 A request is admitted when its prefix is READY, its rows fit, and every page it can come to need is free or can be
 made free; so an admitted request never dies of memory.  A prefix that is missing is built first, once, for all who
-wait for it.  Room is made from what is idle: active forms first, then unpinned prefixes nobody uses, each least
-recently used first.  Two rules keep this fair and free of deadlock:
+wait for it.  Room is made from what is idle: active forms first, then unpinned prefixes nobody uses, those that nobody
+waits for before others, each least recently used first.  Three rules keep this fair, thrifty and free of deadlock:
 
 - Nobody evicts what somebody older waits for.  So the oldest can evict everything idle but its own chain, and a
   prefix built for one request is still there when its turn comes.
+- Nobody evicts for a build that would only share the engine's time with another.  Both would end late, and what was
+  evicted is missed meanwhile.  One that is much shorter than the others need not wait for them.
 - Younger ones may overtake one that lacks room, until it has waited `aging_ns`; from then on it is next.
 """
 
@@ -170,16 +172,25 @@ class Admission:
         assert prefix.state is not PrefixState.FAILED, "somebody waits for a prefix that failed"
         extent = prefix.recipe.extent
         pages = extent.peak_pages(self._limits) + extent.active_pages(self._limits) + self._inactive_pages(ancestors)
+        state = self._prefixes.snapshots.state_for(prefix)
+        if state is None and pages > self._pool.free and self._would_share(extent.end - extent.start):
+            return False
         if not self._make_room(pages, 1, order, ancestors, draft):
             return False
         self._activate(ancestors, draft)
         sequence = self._prefixes.start_build(prefix, now_ns)
         prefix.wanted_order = None
-        if (state := self._prefixes.snapshots.state_for(prefix)) is not None:
+        if state is not None:
             draft.restore(sequence, state)
         else:
             self._sequences.feed(Feed(sequence, prefix.recipe.tokens[extent.start :], order))
         return True
+
+    def _would_share(self, num_tokens: int) -> bool:
+        """Builds that are at most twice as long have so much left that a plan does not hold it beside this one."""
+        feeds = (self._sequences.feeds.get(seq) for seq in self._prefixes.building)
+        ahead = sum(feed.remaining for feed in feeds if feed is not None and feed.remaining <= 2 * num_tokens)
+        return bool(ahead) and ahead + num_tokens > self._limits.max_chunk
 
     def _inactive_pages(self, chain: Iterable[Prefix]) -> int:
         return sum(prefix.recipe.extent.active_pages(self._limits) for prefix in chain if not prefix.active)
@@ -217,7 +228,7 @@ class Admission:
         return True
 
     def _victims(self, in_memory: list[Prefix], order: int, keep: list[Prefix]) -> list[Prefix]:
-        """What may be evicted for a job, least recently used first, children before their parents."""
+        """What may be evicted for a job, what is missed least first, children before their parents."""
         may_go = {
             prefix.uid: prefix
             for prefix in in_memory
@@ -229,7 +240,7 @@ class Admission:
             if prefix.uid not in may_go:
                 for member in prefix.chain():
                     may_go.pop(member.uid, None)
-        return sorted(may_go.values(), key=lambda p: (p.last_use_time_ns, -len(p.chain())))
+        return sorted(may_go.values(), key=lambda p: (-p.oldest_demand(), p.last_use_time_ns, -len(p.chain())))
 
     # ---- what can never be; a tenant that has a name is told of its own and of fixed limits, never what others hold
 
