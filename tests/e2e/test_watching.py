@@ -64,6 +64,7 @@ def test_no_word_of_a_prompt_is_in_the_log(watched: Watched) -> None:
     watched.run("generate", "--tokens", IDS, "--max-tokens", "4", "--ids")
     watched.run("generate", f"{MARKER}", "--temperature", "nan", status=1)
     watched.run("prefix", "create", "words", f"not {MARKER}", status=1)
+    eventually(lambda: watched.log.read_text().count('"method": ') >= 4)  # a line leaves after its call's answer
     text = watched.log.read_text()
     for line in watched.lines():
         assert {"event", "level", "timestamp"} <= line.keys()
