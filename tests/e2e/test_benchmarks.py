@@ -157,7 +157,7 @@ def test_a_pool_full_of_prefixes_that_all_answer(tmp_path: Path) -> None:
     small = ("--engine", "cpu", "--model", "tiny", "--kv-memory", "4MiB", "--cache-mode", "h-int4", "--prefix", "70")
     printed, measured = run("bench_pool.py", tmp_path / "out.json", *small, "--cold", "2")
     layers, blocks = 6, 2
-    stored, read = 64 * (256 // 2 + 256 // 64 * 4), 64 * 2 * 256 * 4  # a page
+    stored, read = 64 * (256 // 2 + 256 // 64 * 4), 64 * 2 * 256 * 2  # a page
     in_use = blocks * layers * read + layers * (stored + read)
     assert measured["prefix_bytes"] == blocks * layers * stored
     assert abs(measured["prefixes"] - (measured["pool_bytes"] - in_use) // measured["prefix_bytes"]) <= 1

@@ -31,7 +31,7 @@ def test_limits_say_what_memory_holds() -> None:
     limits = engine_of(SPEC).limits
     assert limits.page_bytes == 2 * 4 * 64 * 16 * 2  # K and V, heads, tokens, dim, fp16
     assert limits.num_pages == (256 << 20) // limits.page_bytes
-    assert limits.active_pages(0, 65, 2) == 2 * 2 * 3  # two splits of three layers, float32 for fp16
+    assert limits.active_pages(0, 65, 2) == 2 * 3  # two splits of three layers, as large as they are stored
     assert (limits.model_id, limits.cache_mode) == (weights_of(SPEC).model_id, CacheMode.FP16)
 
 

@@ -103,11 +103,11 @@ def predicted_speedup(prefill: float, decode: float, requests: int) -> float:
 
 
 def kv_memory_for(spec: ModelSpec, workload: Workload) -> int:
-    """Bytes for the workload in any mode: the prefix as fp16 stores it, its float32 active form, what every row owns,
-    and a fifth more."""
+    """Bytes for the workload in any mode: the prefix as fp16 stores it, its active form, what every row owns, and a
+    fifth more."""
     layers = spec.cache_layers(workload.loops or spec.default_loops)
     page_bytes = PAGE_TOKENS * spec.kv_dim * 2 * 2
-    prefix_blocks = 3 * (workload.prefix_len // PAGE_TOKENS + 4)
+    prefix_blocks = 2 * (workload.prefix_len // PAGE_TOKENS + 4)
     row_blocks = workload.new_tokens // PAGE_TOKENS + 3
     return (prefix_blocks + max(workload.rows) * row_blocks) * layers * page_bytes * 6 // 5
 

@@ -5,7 +5,8 @@ prefill and decode through the same code, float32 or float64.  Two roundings of 
 they can be compared tightly:
 
     cache_mode           every K and V that is read is the one obtained from what this mode stores (`cache_modes.py`):
-                         from K and V, or from the block's input h; queries and residuals come from the exact input
+                         from K and V, or from the block's input h, then in fp16; queries and residuals come
+                         from the exact input
     activations="int8"   before an INT4 linear, each group of inputs is rounded to 255 levels of its largest magnitude
 
 Refuses to know about pages, batches, threads and speed: one sequence, a whole score matrix, weights as dense arrays.
@@ -119,7 +120,9 @@ class Reference:
             y = self._norm(self._as_read(x), block.attn_norm)
         k = rope(self._heads(y, block.k, self.spec.n_kv_heads), positions, self.spec)
         v = self._heads(y, block.v, self.spec.n_kv_heads)
-        return (k, v) if h_is_stored else (self._as_read(k), self._as_read(v))
+        if h_is_stored:  # what engines make of h they keep in fp16
+            return k.astype(np.float16).astype(self.dtype), v.astype(np.float16).astype(self.dtype)
+        return self._as_read(k), self._as_read(v)
 
     def _heads(self, y: Array, linear: Linear, num_heads: int) -> Array:
         return self._linear(y, linear).reshape(len(y), num_heads, -1).transpose(1, 0, 2)

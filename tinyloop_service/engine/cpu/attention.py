@@ -29,7 +29,7 @@ from functools import cached_property
 import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS
-from tinyloop_service.engine.cpu.runtime import F32, I32, Array, GraphBuilder, Kernel
+from tinyloop_service.engine.cpu.runtime import F16, F32, I32, Array, GraphBuilder, Kernel
 from tinyloop_service.engine.spec import ModelSpec
 
 MASKED = np.float32(-1e30)
@@ -114,7 +114,7 @@ class _AttentionGraph:
         spec, g = self.spec, self.g
         heads, groups, dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
         q = g.input("q", F32, ["n", heads, dim])
-        k, v = (g.input(name, F32, ["f", groups, PAGE_TOKENS, dim]) for name in "kv")
+        k, v = self._kv("f", groups, PAGE_TOKENS, dim)
         mask = g.input("mask", F32, ["f", 1, 1, "n", PAGE_TOKENS]) if self.masked else None
         q = g.reshape(g.transpose(q, 1, 0, 2), groups, -1, dim)  # [G, H/G·n, D]
         scores = self._scores(q, k)  # [f, G, H/G·n, t]
@@ -137,7 +137,7 @@ class _AttentionGraph:
         spec, g = self.spec, self.g
         heads, groups, dim = spec.n_heads, spec.n_kv_heads, spec.head_dim
         q = g.reshape(g.input("q", F32, ["n", heads, dim]), -1, 1, groups, heads // groups, dim)
-        k, v = (g.input(name, F32, ["n", "f", groups, "t", dim]) for name in "kv")
+        k, v = self._kv("n", "f", groups, "t", dim)
         mask = g.input("mask", F32, ["n", "f", 1, 1, "t"])
         acc, den, _ = self._accumulate(
             g.op("Add", self._scores(q, k), mask),  # [n, f, G, H/G, t]
@@ -147,6 +147,9 @@ class _AttentionGraph:
         )
         self._finish(g.reshape(acc, -1, heads, dim), g.reshape(den, -1, heads, 1))
         return g.build()
+
+    def _kv(self, *shape: int | str) -> list[str]:
+        return [self.g.cast(self.g.input(name, F16, shape), F32) for name in "kv"]
 
     def _accumulate(self, scores: str, v: str, axis: int, arrange: Callable[[str, int], str]) -> tuple[str, str, str]:
         """acc, den and E after the splits, which lie on `axis` of the scores; `arrange` gives a state one like it."""

@@ -78,6 +78,16 @@ class Coding:
         named = {"levels": g.cast(levels, U8), "scales": scales, "minima": minima}
         return {f.name: g.reshape(named[f.name], -1, *f.shape) for f in self.fields}
 
+    def read(self, g: GraphBuilder, stored: Names) -> str:
+        """K and V as attention reads them, in fp16, in the modes that store them."""
+        if self.mode is CacheMode.FP16:
+            return g.op("Identity", stored["kv"])
+        return self.rounded(g, self.decode(g, stored))
+
+    def rounded(self, g: GraphBuilder, x: str) -> str:
+        """x in fp16, what is too large for it as its largest number."""
+        return g.cast(g.op("Clip", x, g.constant(-LARGEST), g.constant(LARGEST)), F16)
+
     def decode(self, g: GraphBuilder, stored: Names) -> str:
         if self.mode is CacheMode.FP16:
             return g.cast(stored["kv"], F32)

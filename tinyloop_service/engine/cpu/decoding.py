@@ -221,8 +221,8 @@ class DecodeGroup:
     def _store(self, layer: int, rows: RowArrays) -> None:
         for arena, at, _ in self._placed_arenas():
             rows_in, slots = np.arange(len(arena.rows)), self._slots[at]
-            arena.keys[layer][rows_in, -1, :, slots] = rows.kv32[at, 0]
-            arena.values[layer][rows_in, -1, :, slots] = rows.kv32[at, 1]
+            arena.keys[layer][rows_in, -1, :, slots] = rows.kv[at, 0]
+            arena.values[layer][rows_in, -1, :, slots] = rows.kv[at, 1]
         self._table.pool.write_rows(self._pages[layer], self._slots, rows.stored)
 
 

@@ -106,7 +106,7 @@ class CpuEngine:
     def read_kv(self, seq: SequenceId) -> Array:
         """What is read of a sequence's pages: its own tokens, inherited ones of its first page included.
 
-        float32 (cache layers, 2, n_kv_heads, tokens, head_dim).  For tests and tools; no part of the `Engine` protocol.
+        fp16 (cache layers, 2, n_kv_heads, tokens, head_dim).  For tests and tools; no part of the `Engine` protocol.
         """
         return self._table.read(seq)
 
@@ -290,7 +290,7 @@ def _snapshot_id(weights: ModelWeights, accuracy_level: int) -> str:
 
 def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode, snapshot_id: str) -> Limits:
     spec = weights.spec
-    stored, active = page_bytes(cache_mode, spec), PAGE_TOKENS * 2 * spec.kv_dim * 4
+    stored, active = page_bytes(cache_mode, spec), PAGE_TOKENS * 2 * spec.kv_dim * 2
     limits = limits_of(
         weights,
         cache_mode=cache_mode,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tinyloop_service.engine.cache_modes import Stored
 from tinyloop_service.engine.cpu.coding import Coding
-from tinyloop_service.engine.cpu.runtime import F32, I64, Array, Call, GraphBuilder, Kernel
+from tinyloop_service.engine.cpu.runtime import F16, F32, I64, Array, Call, GraphBuilder, Kernel
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import BlockWeights, Int4Linear, Linear, ModelWeights
 
@@ -37,12 +37,12 @@ class BlockKernels:
     keys_values: Kernel | None  # where h is stored
     attend_out: Kernel
 
-    def inwards(self, x: Array, positions: Array, q: Array, stored: Stored, kv32: Array) -> list[Call]:
-        """What computes q, stored and kv32 from x."""
+    def inwards(self, x: Array, positions: Array, q: Array, stored: Stored, read: Array) -> list[Call]:
+        """What computes q, stored and what is read of it from x."""
         inputs, outputs = {"x": x, "positions": positions}, {"q": q, **stored}
         if self.keys_values is None:
-            return [self.attend_in.bind(inputs, outputs | {"kv32": kv32})]
-        reading = self.keys_values.bind({**stored, "positions": positions}, {"kv32": kv32})
+            return [self.attend_in.bind(inputs, outputs | {"read": read})]
+        reading = self.keys_values.bind({**stored, "positions": positions}, {"read": read})
         return [self.attend_in.bind(inputs, outputs), reading]
 
 
@@ -75,7 +75,7 @@ class LayerCompiler:
         return g.build()
 
     def _attend_in(self, block: BlockWeights) -> Kernel:
-        """x, positions [1, rows] → q [rows, H, D]; stored; kv32 [rows, 2, G, D], what is read of stored."""
+        """x, positions [1, rows] → q [rows, H, D]; stored; read [rows, 2, G, D], fp16."""
         spec, g = self._spec, GraphBuilder()
         x = g.input("x", F32, ["n", spec.d_model])
         qkv = self._linear(g, self._norm(g, x, block.attn_norm), block.q, block.k, block.v)
@@ -83,7 +83,7 @@ class LayerCompiler:
         q, k = g.split(self._rope(g, qk, spec.n_heads + spec.n_kv_heads), 1, spec.n_heads, spec.n_kv_heads)
         stored = self._coding.encode(g, self._joined(g, k, v))
         g.output("q", q, F32, ["n", spec.n_heads, spec.head_dim])
-        g.output("kv32", self._coding.decode(g, stored), F32, ["n", 2, spec.n_kv_heads, spec.head_dim])
+        self._read_out(g, self._coding.read(g, stored))
         self._coding.outputs(g, stored)
         return g.build()
 
@@ -97,15 +97,18 @@ class LayerCompiler:
         return g.build()
 
     def _keys_values(self, block: BlockWeights) -> Kernel:
-        """stored, positions [1, rows] → kv32 [rows, 2, G, D]."""
+        """stored, positions [1, rows] → read [rows, 2, G, D], fp16."""
         spec, g = self._spec, GraphBuilder()
         h = self._coding.decode(g, self._coding.inputs(g, "n"))
         k, v = g.split(
             self._linear(g, self._norm(g, h, block.attn_norm), block.k, block.v), 1, spec.kv_dim, spec.kv_dim
         )
         joined = self._joined(g, self._rope(g, k, spec.n_kv_heads), v)
-        g.output("kv32", joined, F32, ["n", 2, spec.n_kv_heads, spec.head_dim])
+        self._read_out(g, self._coding.rounded(g, joined))
         return g.build()
+
+    def _read_out(self, g: GraphBuilder, kv: str) -> None:
+        g.output("read", kv, F16, ["n", 2, self._spec.n_kv_heads, self._spec.head_dim])
 
     def _rope(self, g: GraphBuilder, x: str, num_heads: int) -> str:
         """x [rows, heads·D], turned at the graph's `positions` → [rows, heads, D]."""

@@ -1,13 +1,13 @@
-"""Where K and V lie: the pool of stored pages, and the float32 forms that attention reads.
+"""Where K and V lie: the pool of stored pages, and the forms that attention reads.
 
     PagePool    as the cache mode stores it, the truth: a page is one cache layer of one 64-token stretch, its fields
                 one after the other; K/V modes: [K or V, G, 64 tokens, …] each, h modes: [64 tokens, …]
-    Track       float32, contiguous over splits: what a sequence owns, per layer K and V [splits, G, 64, D]
-    Arena       float32, contiguous over rows: the last own splits of decoding rows, per layer [rows, splits, G, t, D]
+    Track       fp16, contiguous over splits: what a sequence owns, per layer K and V [splits, G, 64, D]
+    Arena       fp16, contiguous over rows: the last own splits of decoding rows, per layer [rows, splits, G, t, D]
 
-Every value in a Track or an Arena is the one that a page gives when it is read (`reading.py`).  float32 is only the
-faster form: ONNX Runtime widens fp16 more slowly than it reads twice the bytes.  Refuses to know about sequences and
-attention.
+Every value in a Track or an Arena is the one that a page gives when it is read (`reading.py`).  Attention widens
+them: what lies between two steps of one row is then half as large, and stays nearer.  Refuses to know about sequences
+and attention.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Track:
         return self.first + len(self.keys[0])
 
     def _zeros(self, splits: int) -> Array:
-        return np.zeros((splits, self._spec.n_kv_heads, PAGE_TOKENS, self._spec.head_dim), np.float32)
+        return np.zeros((splits, self._spec.n_kv_heads, PAGE_TOKENS, self._spec.head_dim), np.float16)
 
     def grow(self, end: int) -> None:
         """Make room up to split `end`, and for half as much again if this is not the first time."""
@@ -185,7 +185,7 @@ class Arena:
 
     def _zeros(self, rows: int) -> Array:
         splits, size = self.stretch.end - self.stretch.first, self.stretch.size
-        return np.zeros((rows, splits, self._spec.n_kv_heads, size, self._spec.head_dim), np.float32)
+        return np.zeros((rows, splits, self._spec.n_kv_heads, size, self._spec.head_dim), np.float16)
 
     def reserve(self, more: int) -> None:
         """Room for `more` further rows, in one move; memory is committed as they come."""

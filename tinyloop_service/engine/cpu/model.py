@@ -125,9 +125,9 @@ class Model:
 def _attend_in(x: Array, *, spec: ModelSpec, coding: Coding, block: BlockKernels) -> Array:
     """All that a block computes of x [rows, d_model] before attention, side by side."""
     rows, positions = RowArrays.empty(len(x), spec, coding.fields), np.zeros((1, len(x)), np.int64)
-    for call in block.inwards(x, positions, rows.q, rows.stored, rows.kv32):
+    for call in block.inwards(x, positions, rows.q, rows.stored, rows.kv):
         call()
-    return np.concatenate([each.reshape(len(x), -1) for each in (rows.q, rows.kv32, *rows.stored.values())], axis=1)
+    return np.concatenate([each.reshape(len(x), -1) for each in (rows.q, rows.kv, *rows.stored.values())], axis=1)
 
 
 def _attend_out(both: Array, *, spec: ModelSpec, block: BlockKernels) -> Array:
@@ -201,7 +201,7 @@ class _PassWriter:
         tiles = [slice(start, min(start + _TILE_ROWS, rows)) for start in range(0, rows, _TILE_ROWS)]
         for at in tiles:
             tile = arrays.rows(at.start, at.stop)
-            calls = kernels.inwards(self._x[at], model._positions[:, at], tile.q, tile.stored, tile.kv32)
+            calls = kernels.inwards(self._x[at], model._positions[:, at], tile.q, tile.stored, tile.kv)
             self._steps.extend(calls)
         for placed, layer in runs:
             self._steps.extend(placed.run.attend(layer, arrays.rows(placed.start, placed.end)))

@@ -108,7 +108,7 @@ class PrefillRun:
     def _store(self, layer: int, rows: RowArrays) -> None:
         for span in self._spans:
             mine, chunk = rows.rows(span.start, span.end), span.chunk
-            chunk.track.write_run(layer, span.position, mine.kv32)
+            chunk.track.write_run(layer, span.position, mine.kv)
             page = chunk.sequence.page(span.split, layer)
             self._pool.write_run(page, span.position % PAGE_TOKENS, mine.stored)
 

@@ -30,7 +30,7 @@ class RowArrays:
 
     q: Array  # (n, H, D)
     stored: Stored  # (n, …) each
-    kv32: Array  # (n, 2, G, D) as read from what is stored
+    kv: Array  # (n, 2, G, D) fp16, as read from what is stored
     a: Array  # (n, H·D)
     state: FoldState
     spare: FoldState  # where a fold that goes on writes
@@ -40,7 +40,7 @@ class RowArrays:
         return cls(
             q=np.zeros((rows, spec.n_heads, spec.head_dim), np.float32),
             stored={field.name: np.zeros((rows, *field.shape), field.dtype) for field in fields},
-            kv32=np.zeros((rows, 2, spec.n_kv_heads, spec.head_dim), np.float32),
+            kv=np.zeros((rows, 2, spec.n_kv_heads, spec.head_dim), np.float16),
             a=np.zeros((rows, spec.q_dim), np.float32),
             state=FoldState.empty(rows, spec),
             spare=FoldState.empty(rows, spec),
@@ -50,7 +50,7 @@ class RowArrays:
         at = slice(start, end)
         states = (self.state.rows(start, end), self.spare.rows(start, end))
         stored = {name: array[at] for name, array in self.stored.items()}
-        return RowArrays(self.q[at], stored, self.kv32[at], self.a[at], *states)
+        return RowArrays(self.q[at], stored, self.kv[at], self.a[at], *states)
 
 
 class Run(Protocol):

@@ -64,7 +64,7 @@ class _AttentionCheck:
         self.kernels, self.spec = kernels, spec
         rng = np.random.default_rng(1)
         kv = (self.splits, spec.n_kv_heads, PAGE_TOKENS, spec.head_dim)
-        self.k, self.v = (rng.standard_normal(kv, np.float32) * 2 for _ in "kv")
+        self.k, self.v = ((rng.standard_normal(kv, np.float32) * 2).astype(np.float16) for _ in "kv")
         self.q = rng.standard_normal((self.rows, spec.n_heads, spec.head_dim), np.float32) * 2
         self.whole = self.fold(slice(None), 0, self.splits, None)
 

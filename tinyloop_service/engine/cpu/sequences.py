@@ -1,4 +1,4 @@
-"""A sequence as the engine holds it: its place in the chain of parents, its pages, its float32 form, its last token.
+"""A sequence as the engine holds it: its place in the chain of parents, its pages, its active form, its last token.
 
 In: the Open, Extend, Clone, Drop and close operations of a plan, carried out by the `SequenceTable`.  Out: for a
 sequence and a range of splits, the tracks that hold them.  Refuses to know how attention reads them.
@@ -133,12 +133,12 @@ class SequenceTable:
         sequence.track.grow(sequence.first_block + filled)
         self._read(sequence, filled, sequence.track.keys, sequence.track.values)
 
-    def read(self, seq: SequenceId) -> NDArray[np.float32]:
+    def read(self, seq: SequenceId) -> Array:
         """K and V of its own pages as they are read, (layers, 2, G, tokens, D)."""
         sequence, spec = self._open[seq], self._spec
         tokens = sequence.length - sequence.first_block * PAGE_TOKENS
         filled, layers = -(-tokens // PAGE_TOKENS), spec.cache_layers(sequence.loops)
-        kv = np.empty((2, layers, filled, spec.n_kv_heads, PAGE_TOKENS, spec.head_dim), np.float32)
+        kv = np.empty((2, layers, filled, spec.n_kv_heads, PAGE_TOKENS, spec.head_dim), np.float16)
         self._read(sequence, filled, list(kv[0]), list(kv[1]))
         joined = kv.transpose(1, 0, 3, 2, 4, 5).reshape(layers, 2, spec.n_kv_heads, -1, spec.head_dim)
         return joined[:, :, :, :tokens]
@@ -171,7 +171,7 @@ def _allotted_splits(sequence: Sequence, end: int) -> int:
     return max(-(-end // PAGE_TOKENS), given)
 
 
-def inherited_split(sequence: Sequence, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def inherited_split(sequence: Sequence, layer: int) -> tuple[Array, Array]:
     """The parent's K and V [G, 64, D] of the split in which the inherited tokens end."""
     assert sequence.parent is not None and sequence.parent.track is not None, "the parent is not active"
     return sequence.parent.track.split(layer, sequence.first_split)
