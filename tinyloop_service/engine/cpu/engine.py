@@ -285,7 +285,7 @@ def _snapshot_id(weights: ModelWeights, accuracy_level: int) -> str:
     """What decides the bits of a prefix's state, beside the model file and the cache mode."""
     weight = type(weights.loop[0].q).__name__
     libraries = f"onnxruntime {ORT_VERSION}, numpy {np.__version__}"
-    return f"cpu 1, {libraries}, {processor_name()}, accuracy_level {accuracy_level}, {weight}"
+    return f"cpu 2, {libraries}, {processor_name()}, accuracy_level {accuracy_level}, {weight}"
 
 
 def _limits(weights: ModelWeights, kv_memory: int, cache_mode: CacheMode, snapshot_id: str) -> Limits:
