@@ -38,7 +38,7 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
 def tracks(driver: Driver, held: Held) -> list[np.ndarray]:
     """The active form: K and V of every layer, [splits, G, 64, D]."""
     track = driver.engine._table[held.id].track  # type: ignore[attr-defined]
-    return [*track.keys, *track.values]
+    return [*track.kv[0], *track.kv[1]]
 
 
 @pytest.mark.parametrize("window", [0, PAGE + 1])

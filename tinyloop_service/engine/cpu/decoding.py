@@ -28,7 +28,6 @@ from tinyloop_service.engine.cpu.sequences import Sequence, SequenceTable, inher
 from tinyloop_service.engine.spec import ModelSpec
 
 BLOCK_SPLITS = 16  # the most that an arena holds of a row
-KV = tuple[Array, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +94,10 @@ class DecodeGroup:
         arena = self._arena(stretch)
         slot = arena.append(sequence.id)
         self._sequences[sequence.id], self._layout = sequence, None
-        for layer in self._layers:
-            for split in range(stretch.first, -(-sequence.length // PAGE_TOKENS)):
-                if sequence.track is None:
-                    source = inherited_split(sequence, layer)
-                else:
-                    source = sequence.track.split(layer, split)
-                _copy(source, arena.split(layer, slot, split))
+        first, end = stretch.first, -(-sequence.length // PAGE_TOKENS)
+        if first < end:
+            source = inherited_split(sequence) if sequence.track is None else sequence.track.splits(first, end)
+            _copy(source, arena.splits(slot, first, end))
         if sequence.track is not None and sequence.track.first >= stretch.first:
             sequence.track = None  # it held nothing else
 
@@ -123,10 +119,8 @@ class DecodeGroup:
         """Copy a row's stretch into its track."""
         sequence, slot = self._sequences[seq], arena.rows.index(seq)
         track = self._table.grow_track(sequence, sequence.length)
-        splits = range(max(arena.stretch.first, track.first), -(-sequence.length // PAGE_TOKENS))
-        for layer in self._layers:
-            for split in splits:
-                _copy(arena.split(layer, slot, split), track.split(layer, split))
+        first, end = max(arena.stretch.first, track.first), -(-sequence.length // PAGE_TOKENS)
+        _copy(arena.splits(slot, first, end), track.splits(first, end))
 
     def prepare(self) -> None:
         """Move rows to the arena of their stretch; a new `revision` if steps must be bound again."""
@@ -151,9 +145,9 @@ class DecodeGroup:
         if target.stretch.first > max(source.stretch.first, sequence.first_visible(sequence.length)):
             self._put_away(source, seq)
         slot, new_slot = source.rows.index(seq), target.append(seq)
-        for layer in self._layers:
-            for split in range(target.stretch.first, source.stretch.end):
-                _copy(source.split(layer, slot, split), target.split(layer, new_slot, split))
+        first, end = target.stretch.first, source.stretch.end
+        if first < end:
+            _copy(source.splits(slot, first, end), target.splits(new_slot, first, end))
         source.remove(slot)
 
     def _bind_shapes(self, rows: list[Sequence]) -> None:
@@ -220,14 +214,11 @@ class DecodeGroup:
 
     def _store(self, layer: int, rows: RowArrays) -> None:
         for arena, at, _ in self._placed_arenas():
-            rows_in, slots = np.arange(len(arena.rows)), self._slots[at]
-            arena.keys[layer][rows_in, -1, :, slots] = rows.kv[at, 0]
-            arena.values[layer][rows_in, -1, :, slots] = rows.kv[at, 1]
+            arena.write(layer, self._slots[at], rows.kv[at])
         self._table.pool.write_rows(self._pages[layer], self._slots, rows.stored)
 
 
-def _copy(source: KV, target: KV) -> None:
-    """K and V of a split [G, t, D], as many positions as both have."""
-    for a, b in zip(source, target, strict=True):
-        size = min(a.shape[1], b.shape[1])
-        b[:, :size] = a[:, :size]
+def _copy(source: Array, target: Array) -> None:
+    """As many positions [..., t, D] of each split as both have."""
+    size = min(source.shape[-2], target.shape[-2])
+    target[..., :size, :] = source[..., :size, :]

@@ -2,8 +2,9 @@
 
     PagePool    as the cache mode stores it, the truth: a page is one cache layer of one 64-token stretch, its fields
                 one after the other; K/V modes: [K or V, G, 64 tokens, …] each, h modes: [64 tokens, …]
-    Track       fp16, contiguous over splits: what a sequence owns, per layer K and V [splits, G, 64, D]
-    Arena       fp16, contiguous over rows: the last own splits of decoding rows, per layer [rows, splits, G, t, D]
+    Track       fp16, contiguous over splits: what a sequence owns, [K or V, layers, splits, G, 64, D]
+    Arena       fp16, contiguous over rows: the last own splits of decoding rows,
+                [K or V, layers, rows, splits, G, t, D]
 
 Every value in a Track or an Arena is the one that a page gives when it is read (`reading.py`).  Attention widens
 them: what lies between two steps of one row is then half as large, and stays nearer.  Refuses to know about sequences
@@ -105,53 +106,49 @@ class SplitRange:
     def arrays(self, layer: int) -> dict[str, Array]:
         """k and v, [splits, G, 64, D] each."""
         at = slice(self.first - self.track.first, self.end - self.track.first)
-        return {"k": self.track.keys[layer][at], "v": self.track.values[layer][at]}
+        return {"k": self.track.kv[0, layer, at], "v": self.track.kv[1, layer, at]}
 
 
 class Track:
     """Splits first … end−1 of a sequence, absolute; unwritten positions are zero."""
 
     def __init__(self, spec: ModelSpec, num_layers: int, first: int) -> None:
-        self._spec, self.first = spec, first
-        self.keys: list[Array] = [self._zeros(0) for _ in range(num_layers)]
-        self.values: list[Array] = [self._zeros(0) for _ in range(num_layers)]
+        self.first = first
+        self.kv: Array = np.zeros((2, num_layers, 0, spec.n_kv_heads, PAGE_TOKENS, spec.head_dim), np.float16)
 
     @property
     def end(self) -> int:
-        return self.first + len(self.keys[0])
-
-    def _zeros(self, splits: int) -> Array:
-        return np.zeros((splits, self._spec.n_kv_heads, PAGE_TOKENS, self._spec.head_dim), np.float16)
+        return self.first + len(self.kv[0, 0])
 
     def grow(self, end: int) -> None:
         """Make room up to split `end`, and for half as much again if this is not the first time."""
-        held = len(self.keys[0])
-        if end - self.first > held:
-            self._move(0, max(end - self.first, held + held // 2))
+        if end > self.end:
+            held = self.kv.shape[2]
+            self.kv = _resized(self.kv, max(end - self.first, held + held // 2))
 
     def drop(self, first: int) -> None:
         """Forget the splits below `first`."""
         if first > self.first:
-            gone = min(first - self.first, len(self.keys[0]))
-            self._move(gone, len(self.keys[0]) - gone)
-            self.first = first
-
-    def _move(self, skipped: int, size: int) -> None:
-        for arrays in (self.keys, self.values):
-            for layer, old in enumerate(arrays):
-                kept = old[skipped : skipped + size]
-                arrays[layer] = self._zeros(size)
-                arrays[layer][: len(kept)] = kept
+            self.kv, self.first = self.kv[:, :, first - self.first :].copy(), first
 
     def write_run(self, layer: int, position: int, kv: Array) -> None:
         """kv [n, 2, G, D] to n neighbouring positions of one split."""
         split, slot = divmod(position, PAGE_TOKENS)
-        for arrays, x in ((self.keys, kv[:, 0]), (self.values, kv[:, 1])):
-            arrays[layer][split - self.first, :, slot : slot + len(x)] = x.transpose(1, 0, 2)
+        self.kv[:, layer, split - self.first, :, slot : slot + len(kv)] = kv.transpose(1, 2, 0, 3)
 
-    def split(self, layer: int, index: int) -> tuple[Array, Array]:
-        """K and V [G, 64, D] of one absolute split; views."""
-        return self.keys[layer][index - self.first], self.values[layer][index - self.first]
+    def splits(self, first: int, end: int) -> Array:
+        """Absolute splits first … end−1, [K or V, layers, splits, G, 64, D]; a view."""
+        return self.kv[:, :, first - self.first : end - self.first]
+
+
+def _resized(kv: Array, size: int) -> Array:
+    """A copy with `size` entries on the third axis, those beyond what is held zero.
+
+    One array for all layers is large enough for large pages of memory, which are quickly committed.
+    """
+    new = np.zeros((*kv.shape[:2], size, *kv.shape[3:]), kv.dtype)
+    new[:, :, : kv.shape[2]] = kv
+    return new
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +164,10 @@ class Arena:
     """The same stretch of each of many rows; rows are dense: the last one fills a gap."""
 
     def __init__(self, spec: ModelSpec, num_layers: int, stretch: Stretch) -> None:
-        self._spec, self.stretch = spec, stretch
+        self.stretch = stretch
         self.rows: list[int] = []  # sequence ids, by slot
-        self.keys: list[Array] = [self._zeros(0) for _ in range(num_layers)]
-        self.values: list[Array] = [self._zeros(0) for _ in range(num_layers)]
+        row = (stretch.end - stretch.first, spec.n_kv_heads, stretch.size, spec.head_dim)
+        self.kv: Array = np.zeros((2, num_layers, 0, *row), np.float16)
         self._touched = 0  # slots from here on are zero still
 
     @property
@@ -183,28 +180,19 @@ class Arena:
         splits = np.arange(self.stretch.first, self.stretch.end).reshape(-1, 1, 1, 1)
         return splits * PAGE_TOKENS + np.arange(self.stretch.size)
 
-    def _zeros(self, rows: int) -> Array:
-        splits, size = self.stretch.end - self.stretch.first, self.stretch.size
-        return np.zeros((rows, splits, self._spec.n_kv_heads, size, self._spec.head_dim), np.float16)
-
     def reserve(self, more: int) -> None:
         """Room for `more` further rows, in one move; memory is committed as they come."""
-        held, used = len(self.keys[0]), len(self.rows)
-        if used + more <= held:
-            return
-        for arrays in (self.keys, self.values):
-            for layer, old in enumerate(arrays):
-                arrays[layer] = self._zeros(max(used + more, held + held // 2))
-                arrays[layer][:used] = old[:used]
-        self._touched = used
+        held, used = self.kv.shape[2], len(self.rows)
+        if used + more > held:
+            self.kv = _resized(self.kv[:, :, :used], max(used + more, held + held // 2))
+            self._touched = used
 
     def append(self, seq: int) -> int:
         """A slot, zeroed."""
         self.reserve(1)
         slot = len(self.rows)
         if slot < self._touched:
-            for x in (*self.keys, *self.values):
-                x[slot] = 0
+            self.kv[:, :, slot] = 0
         self._touched = max(self._touched, slot + 1)
         self.rows.append(seq)
         return slot
@@ -213,16 +201,17 @@ class Arena:
         last = len(self.rows) - 1
         if slot != last:
             self.rows[slot] = self.rows[last]
-            for arrays in (self.keys, self.values):
-                for x in arrays:
-                    x[slot] = x[last]
+            self.kv[:, :, slot] = self.kv[:, :, last]
         self.rows.pop()
+
+    def write(self, layer: int, slots: Array, kv: Array) -> None:
+        """kv [rows, 2, G, D] to a position of each row's last split."""
+        self.kv[:, layer, np.arange(len(kv)), -1, :, slots] = kv
 
     def arrays(self, layer: int) -> dict[str, Array]:
         n = len(self.rows)
-        return {"k": self.keys[layer][:n], "v": self.values[layer][:n]}
+        return {"k": self.kv[0, layer, :n], "v": self.kv[1, layer, :n]}
 
-    def split(self, layer: int, slot: int, index: int) -> tuple[Array, Array]:
-        """K and V [G, size, D] of one absolute split of a row; views."""
-        at = slot, index - self.stretch.first
-        return self.keys[layer][at], self.values[layer][at]
+    def splits(self, slot: int, first: int, end: int) -> Array:
+        """Absolute splits first … end−1 of a row, [K or V, layers, splits, G, size, D]; a view."""
+        return self.kv[:, :, slot, first - self.stretch.first : end - self.stretch.first]

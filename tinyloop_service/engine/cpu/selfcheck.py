@@ -63,8 +63,8 @@ class _AttentionCheck:
     def __init__(self, kernels: AttentionKernels, spec: ModelSpec) -> None:
         self.kernels, self.spec = kernels, spec
         rng = np.random.default_rng(1)
-        kv = (self.splits, spec.n_kv_heads, PAGE_TOKENS, spec.head_dim)
-        self.k, self.v = ((rng.standard_normal(kv, np.float32) * 2).astype(np.float16) for _ in "kv")
+        kv = (2, self.splits, spec.n_kv_heads, PAGE_TOKENS, spec.head_dim)
+        self.k, self.v = (rng.standard_normal(kv, np.float32) * 2).astype(np.float16)
         self.q = rng.standard_normal((self.rows, spec.n_heads, spec.head_dim), np.float32) * 2
         self.whole = self.fold(slice(None), 0, self.splits, None)
 

@@ -131,7 +131,7 @@ class SequenceTable:
             return
         sequence.track = Track(self._spec, self._spec.cache_layers(sequence.loops), sequence.first_block)
         sequence.track.grow(sequence.first_block + filled)
-        self._read(sequence, filled, sequence.track.keys, sequence.track.values)
+        self._read(sequence, filled, sequence.track.kv)
 
     def read(self, seq: SequenceId) -> Array:
         """K and V of its own pages as they are read, (layers, 2, G, tokens, D)."""
@@ -139,16 +139,16 @@ class SequenceTable:
         tokens = sequence.length - sequence.first_block * PAGE_TOKENS
         filled, layers = -(-tokens // PAGE_TOKENS), spec.cache_layers(sequence.loops)
         kv = np.empty((2, layers, filled, spec.n_kv_heads, PAGE_TOKENS, spec.head_dim), np.float16)
-        self._read(sequence, filled, list(kv[0]), list(kv[1]))
+        self._read(sequence, filled, kv)
         joined = kv.transpose(1, 0, 3, 2, 4, 5).reshape(layers, 2, spec.n_kv_heads, -1, spec.head_dim)
         return joined[:, :, :, :tokens]
 
-    def _read(self, sequence: Sequence, filled: int, keys: list[Array], values: list[Array]) -> None:
-        """Its first `filled` blocks into one [blocks, G, 64, D] for each layer."""
+    def _read(self, sequence: Sequence, filled: int, kv: Array) -> None:
+        """Its first `filled` blocks into [K or V, layers, blocks, G, 64, D]."""
         for layer, kind, index in self._spec.schedule(sequence.loops):
             for i, block in enumerate(sequence.blocks[:filled]):
                 first = (sequence.first_block + i) * PAGE_TOKENS
-                self._reader.read(self.pool.page(block[layer]), kind, index, first, keys[layer][i], values[layer][i])
+                self._reader.read(self.pool.page(block[layer]), kind, index, first, *kv[:, layer, i])
 
     def grow_track(self, sequence: Sequence, end: int) -> Track:
         """The sequence's track with room for positions up to `end`, inherited tokens of its first split copied."""
@@ -157,10 +157,8 @@ class SequenceTable:
             sequence.track.grow(_allotted_splits(sequence, end))
             inherited = sequence.start % PAGE_TOKENS
             if inherited and sequence.first_block == sequence.first_split:
-                for layer in range(self._spec.cache_layers(sequence.loops)):
-                    mine, source = sequence.track.split(layer, sequence.first_split), inherited_split(sequence, layer)
-                    for a, b in zip(mine, source, strict=True):
-                        a[:, :inherited] = b[:, :inherited]
+                mine = sequence.track.splits(sequence.first_split, sequence.first_split + 1)
+                mine[..., :inherited, :] = inherited_split(sequence)[..., :inherited, :]
         sequence.track.grow(-(-end // PAGE_TOKENS))
         return sequence.track
 
@@ -171,10 +169,10 @@ def _allotted_splits(sequence: Sequence, end: int) -> int:
     return max(-(-end // PAGE_TOKENS), given)
 
 
-def inherited_split(sequence: Sequence, layer: int) -> tuple[Array, Array]:
-    """The parent's K and V [G, 64, D] of the split in which the inherited tokens end."""
+def inherited_split(sequence: Sequence) -> Array:
+    """The parent's K and V of the split in which the inherited tokens end, [K or V, layers, 1, G, 64, D]."""
     assert sequence.parent is not None and sequence.parent.track is not None, "the parent is not active"
-    return sequence.parent.track.split(layer, sequence.first_split)
+    return sequence.parent.track.splits(sequence.first_split, sequence.first_split + 1)
 
 
 def inherited_ranges(sequence: Sequence, first: int) -> Iterator[SplitRange]:
