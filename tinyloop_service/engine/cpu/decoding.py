@@ -125,8 +125,8 @@ class DecodeGroup:
     def prepare(self) -> None:
         """Move rows to the arena of their stretch; a new `revision` if steps must be bound again."""
         for arena in list(self._arenas.values()):
-            for seq in [s for s in arena.rows if _stretch(self._sequences[s]) != arena.stretch]:
-                self._move(seq, arena)
+            for seq in reversed([s for s in arena.rows if _stretch(self._sequences[s]) != arena.stretch]):
+                self._move(seq, arena)  # the last one first: it leaves no gap
         self._arenas = {stretch: arena for stretch, arena in self._arenas.items() if arena.rows}
         rows = self.rows
         layout = _Layout(
@@ -194,7 +194,7 @@ class DecodeGroup:
             start = end
 
     def attend(self, layer: int, rows: RowArrays) -> list[Step]:
-        steps: list[Step] = [lambda: self._store(layer, rows)]
+        steps: list[Step] = [self._store(layer, rows)]
         steps += fold_steps(self._kernels, self._shared, layer, rows, going_on=False)
         going_on = bool(self._shared)
         if not going_on and any(self._own):
@@ -212,10 +212,17 @@ class DecodeGroup:
             inputs |= rows.state.named("_in")
         return self._kernels.own(going_on=going_on).bind(inputs, {"a": rows.a})
 
-    def _store(self, layer: int, rows: RowArrays) -> None:
-        for arena, at, _ in self._placed_arenas():
-            arena.write(layer, self._slots[at], rows.kv[at])
-        self._table.pool.write_rows(self._pages[layer], self._slots, rows.stored)
+    def _store(self, layer: int, rows: RowArrays) -> Step:
+        pool, pages, slots, stored = self._table.pool, self._pages[layer], self._slots, rows.stored
+        writes = [(arena.last_splits(layer), slots[at], rows.kv[at]) for arena, at, _ in self._placed_arenas()]
+        numbers = np.arange(len(slots))
+
+        def store() -> None:
+            for splits, positions, kv in writes:
+                splits[:, numbers[: len(kv)], :, positions] = kv
+            pool.write_rows(pages, slots, stored)
+
+        return store
 
 
 def _copy(source: Array, target: Array) -> None:

@@ -204,9 +204,9 @@ class Arena:
             self.kv[:, :, slot] = self.kv[:, :, last]
         self.rows.pop()
 
-    def write(self, layer: int, slots: Array, kv: Array) -> None:
-        """kv [rows, 2, G, D] to a position of each row's last split."""
-        self.kv[:, layer, np.arange(len(kv)), -1, :, slots] = kv
+    def last_splits(self, layer: int) -> Array:
+        """The last split of each row, [K or V, rows, G, t, D]; a view."""
+        return self.kv[:, layer, : len(self.rows), -1]
 
     def arrays(self, layer: int) -> dict[str, Array]:
         n = len(self.rows)

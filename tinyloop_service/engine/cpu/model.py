@@ -20,7 +20,7 @@ from tinyloop_service.engine.cpu.coding import Coding
 from tinyloop_service.engine.cpu.layers import BlockKernels, LayerCompiler
 from tinyloop_service.engine.cpu.reading import PageReader
 from tinyloop_service.engine.cpu.rows import RowArrays, Run, Step
-from tinyloop_service.engine.cpu.runtime import Array
+from tinyloop_service.engine.cpu.runtime import Array, Call
 from tinyloop_service.engine.cpu.selfcheck import Linear, check_attention, row_multiple
 from tinyloop_service.engine.spec import BlockKind, ModelSpec
 from tinyloop_service.engine.tensors import BlockWeights, ModelWeights
@@ -70,6 +70,7 @@ class Model:
         self._head = compiler.head(normed=spec.loop_norm and not spec.post_blocks)
         self.attention = AttentionKernels(spec)
         self._multiple = row_multiple(self._linears())
+        self._bound_head = self._bind_head(self._multiple)
         check_attention(self.attention, spec)
         capacity = self.padded(max_rows)
         self._rows = RowArrays.empty(capacity, spec, self.coding.fields)
@@ -102,13 +103,22 @@ class Model:
             step()
 
     def logits(self, x: Array) -> Array:
-        """x [rows, d_model] → [rows, vocab_size]."""
-        rows = len(x)
-        return self._head_of(np.concatenate([x, np.repeat(x[-1:], self.padded(rows) - rows, axis=0)]))[:rows]
+        """x [rows, d_model] → [rows, vocab_size], which the next call may write over."""
+        if len(self._bound_head[0]) != self.padded(len(x)):
+            self._bound_head = self._bind_head(self.padded(len(x)))
+        given, logits, call = self._bound_head
+        given[: len(x)], given[len(x) :] = x, x[-1]
+        call()
+        return logits[: len(x)]
+
+    def _bind_head(self, rows: int) -> tuple[Array, Array, Call]:
+        x, logits = (np.empty((rows, width), np.float32) for width in (self.spec.d_model, self.spec.vocab_size))
+        return x, logits, self._head.bind({"x": x}, {"logits": logits})
 
     def _head_of(self, x: Array) -> Array:
-        logits = np.empty((len(x), self.spec.vocab_size), np.float32)
-        self._head.run({"x": x}, {"logits": logits})
+        given, logits, call = self._bind_head(len(x))
+        given[:] = x
+        call()
         return logits
 
     def _linears(self) -> Iterator[tuple[str, int, Linear]]:
@@ -179,8 +189,9 @@ class _PassWriter:
         return going
 
     def _save_injected(self) -> None:
-        injected, x = self._model._injected, self._x
-        if injected is not None:
+        if self._model._injected is not None:
+            rows = self._model.padded(self._placed[-1].end)
+            x, injected = self._x[:rows], self._model._injected[:rows]
             self._steps.append(lambda: injected.__setitem__(slice(None), x))
 
     def _loop(self, active: list[Placed], first_layer: int) -> None:
