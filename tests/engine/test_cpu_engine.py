@@ -136,5 +136,5 @@ class _Nudged(Kernel):
 
     def run(self, inputs: object, outputs: object) -> None:
         self._kernel.run(inputs, outputs)  # type: ignore[arg-type]
-        if len(outputs["sums"]) == 1:  # type: ignore[index]
-            outputs["sums"][:] = np.nextafter(outputs["sums"], np.inf)  # type: ignore[index]
+        if len(outputs["acc"]) == 1:  # type: ignore[index]
+            outputs["acc"][:] = np.nextafter(outputs["acc"], np.inf)  # type: ignore[index]

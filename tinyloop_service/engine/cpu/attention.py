@@ -2,19 +2,19 @@
 
 A split is one page's stretch of 64 absolute positions.  A row's attention over splits 0, 1, 2, … is a running state
 
-    acc = Σᵢ 2^(eᵢ−E)·oᵢ    den = Σᵢ 2^(eᵢ−E)·dᵢ    E = maxᵢ eᵢ          result acc / den
+    acc = Σᵢ wᵢ·oᵢ    den = Σᵢ wᵢ    wᵢ = 2^(eᵢ−E)·rᵢ    E = maxᵢ eᵢ          result acc / den
 
-with mᵢ the largest score of split i, eᵢ = ⌊mᵢ·log2 e⌋, pᵢ = exp(scores − eᵢ·ln 2), oᵢ = pᵢ·V and dᵢ = Σ pᵢ: functions
-of the row and the split alone.  Rescaling to a new E multiplies by a power of two, which is exact.  So folding 16
-splits in one call has the bits of folding 10, then 6; shared splits can be folded once for all rows of a prefix, and
-each row goes on alone.  (A split more than 2^100 below the largest counts as nothing.)
+with mᵢ the largest score of split i, oᵢ its softmax-weighted values, eᵢ = ⌊mᵢ·log2 e⌋ and rᵢ = (Σ exp(score − mᵢ)) ·
+2^(mᵢ·log2 e − eᵢ), a function of the row and the split alone.  Rescaling to a new E multiplies by a power of two, which
+is exact.  So folding 16 splits in one call has the bits of folding 10, then 6; shared splits can be folded once for all
+rows of a prefix, and each row goes on alone.  (A split more than 2^100 below the largest counts as nothing.)
 
 Three kernels, each in a variant that starts a state and one that goes on with it:
     fold     n rows × the same whole splits                      → state
     finish   n rows × one split that all of them see, masked     → result     (a prompt's own split)
     own      n rows × f splits each, its own, masked             → result     (a decoded row's own splits)
 A masked fold serves sliding windows.  Masks are added: 0 or a large finite negative (−inf would make a wholly masked
-split NaN); what is masked underflows to an exact zero.
+split NaN); its weight underflows to an exact zero.
 
 Shapes: n rows, H heads, G K/V heads, D head_dim, f splits, t positions of a split.
 """
@@ -22,6 +22,7 @@ Shapes: n rows, H heads, G K/V heads, D head_dim, f splits, t positions of a spl
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,29 +39,30 @@ _NEGLIGIBLE = 100  # binary orders of magnitude
 
 @dataclass(frozen=True, slots=True)
 class FoldState:
-    """sums [n, H, D + 1], acc and den, and E [n, H] of n rows; what no split has been folded into is `clear`."""
+    """acc [n, H, D], den [n, H] and E [n, H] of n rows; what no split has been folded into is `clear`."""
 
-    sums: Array
+    acc: Array
+    den: Array
     top: Array
 
     @classmethod
     def empty(cls, rows: int, spec: ModelSpec) -> FoldState:
         shape = (rows, spec.n_heads)
-        state = cls(np.empty((*shape, spec.head_dim + 1), np.float32), np.empty(shape, np.float32))
+        state = cls(np.empty((*shape, spec.head_dim), np.float32), *(np.empty(shape, np.float32) for _ in "de"))
         state.clear()
         return state
 
     def rows(self, start: int, end: int) -> FoldState:
-        return FoldState(self.sums[start:end], self.top[start:end])
+        return FoldState(self.acc[start:end], self.den[start:end], self.top[start:end])
 
     def clear(self) -> None:
-        self.sums[:], self.top[:] = 0, MASKED
+        self.acc[:], self.den[:], self.top[:] = 0, 0, MASKED
 
     def copy_from(self, other: FoldState) -> None:
-        self.sums[:], self.top[:] = other.sums, other.top
+        self.acc[:], self.den[:], self.top[:] = other.acc, other.den, other.top
 
     def named(self, suffix: str) -> dict[str, Array]:
-        return {f"sums{suffix}": self.sums, f"top{suffix}": self.top}
+        return {f"acc{suffix}": self.acc, f"den{suffix}": self.den, f"top{suffix}": self.top}
 
 
 class AttentionKernels:
@@ -119,17 +121,18 @@ class _AttentionGraph:
         if mask is not None:
             split_rows = g.reshape(scores, 0, groups, heads // groups, -1, PAGE_TOKENS)
             scores = g.reshape(g.op("Add", split_rows, mask), 0, groups, -1, PAGE_TOKENS)
-        state = self._state_in()
-        if state is not None:
-            sums, top = g.transpose(state[0], 1, 0, 2), g.transpose(state[1], 1, 0)
-            state = g.reshape(sums, 1, groups, -1, dim + 1), g.reshape(top, 1, groups, -1)
-        sums, top = self._accumulate(scores, v, 0, state)
-        sums = g.transpose(g.reshape(sums, heads, -1, dim + 1), 1, 0, 2)
+        state = self._state_in(
+            lambda x, *width: g.reshape(g.transpose(x, 1, 0, *range(2, 2 + len(width))), 1, groups, -1, *width)
+        )
+        acc, den, top = self._accumulate(scores, v, 0, state)
+        acc = g.transpose(g.reshape(acc, heads, -1, dim), 1, 0, 2)
+        den, top = (g.transpose(g.reshape(x, heads, -1), 1, 0) for x in (den, top))
         if finish:
-            self._finish(sums)
+            self._finish(acc, den)
         else:
-            g.output("sums", sums, F32, ["n", heads, dim + 1])
-            g.output("top", g.transpose(g.reshape(top, heads, -1), 1, 0), F32, ["n", heads])
+            g.output("acc", acc, F32, ["n", heads, dim])
+            g.output("den", den, F32, ["n", heads])
+            g.output("top", top, F32, ["n", heads])
         return g.build()
 
     def own(self) -> Kernel:
@@ -140,52 +143,59 @@ class _AttentionGraph:
         k, v = self._keys_values("n", "f", groups, "t", dim)
         mask = g.input("mask", F32, ["n", "f", 1, 1, "t"])
         scores = g.op("Add", self._scores(q, k), mask)  # [n, f, G, H/G, t]
-        state = self._state_in()
-        if state is not None:
-            state = g.reshape(state[0], *each, dim + 1), g.reshape(state[1], *each)
-        sums, _ = self._accumulate(scores, v, 1, state)
-        self._finish(g.reshape(sums, -1, heads, dim + 1))
+        acc, den, _ = self._accumulate(scores, v, 1, self._state_in(lambda x, *width: g.reshape(x, *each, *width)))
+        self._finish(g.reshape(acc, -1, heads, dim), g.reshape(den, -1, heads))
         return g.build()
-
-    def _accumulate(self, scores: str, v: str, axis: int, state: tuple[str, str] | None) -> tuple[str, str]:
-        """sums and E after the splits, which lie on `axis` of the scores; the state has one entry there."""
-        g = self.g
-        weights, exponents = self._weigh(scores)
-        terms = g.op("Concat", self._mix(weights, v), g.reduce("ReduceSum", weights, -1), axis=-1)
-        if state is not None:
-            terms = g.op("Concat", state[0], terms, axis=axis)
-            exponents = g.op("Concat", state[1], exponents, axis=axis)
-        top = g.reduce("ReduceMax", exponents, axis)
-        terms = g.op("Mul", terms, self._column(self._power(g.op("Sub", top, exponents))))
-        return self._sum_splits(g.transpose(terms, 1, 0, 2, 3, 4) if axis else terms), top
 
     def _keys_values(self, *shape: int | str) -> list[str]:
         return [self.g.cast(self.g.input(name, F16, shape), F32) for name in "kv"]
 
+    def _accumulate(self, scores: str, v: str, axis: int, state: list[str] | None) -> list[str]:
+        """acc, den and E after the splits, which lie on `axis` of the scores; the state has one entry there."""
+        g = self.g
+        softmax, weights, exponents = self._weigh(scores)
+        top = g.reduce("ReduceMax", exponents, axis)
+        if state is not None:
+            top = g.op("Max", top, state[2])
+        weights = g.op("Mul", weights, self._power(g.op("Sub", top, exponents)))
+        terms = self._mix(g.op("Mul", softmax, self._column(weights)), v)
+        if state is not None:
+            faded = self._power(g.op("Sub", top, state[2]))
+            terms = g.op("Concat", g.op("Mul", state[0], self._column(faded)), terms, axis=axis)
+            weights = g.op("Concat", g.op("Mul", state[1], faded), weights, axis=axis)
+        if axis:
+            terms, weights = g.transpose(terms, 1, 0, 2, 3, 4), g.transpose(weights, 1, 0, 2, 3)
+        return [*self._sum_splits(terms, weights), top]
+
     def _scores(self, q: str, k: str) -> str:
         return self.g.contrib("FusedMatMul", q, k, transB=1, alpha=self.spec.head_dim**-0.5)
 
-    def _mix(self, weights: str, v: str) -> str:
+    def _mix(self, weighted: str, v: str) -> str:
         """Twice the weighted values: a factor of 1 would choose the one-row kernel, whose bits differ."""
-        return self.g.contrib("FusedMatMul", weights, v, alpha=2.0)
+        return self.g.contrib("FusedMatMul", weighted, v, alpha=2.0)
 
-    def _sum_splits(self, terms: str) -> str:
+    def _sum_splits(self, *each: str) -> list[str]:
         """[f, …] → [1, …], one addition after the other: a product with ½, doubled, twice as fast as ReduceSum.
 
         A product runs through at most 128 terms in one go, which bounds the splits of a fold.
         """
         g = self.g
-        count = g.op("Shape", terms, start=0, end=1)
+        count = g.op("Shape", each[0], start=0, end=1)
         halves = g.op("Slice", self.halves, g.constant(np.zeros(1, np.int64)), count, g.constant(np.ones(1, np.int64)))
-        return g.contrib("FusedMatMul", halves, g.op("Flatten", terms, axis=1), alpha=2.0)
+        return [g.contrib("FusedMatMul", halves, g.op("Flatten", terms, axis=1), alpha=2.0) for terms in each]
 
-    def _weigh(self, scores: str) -> tuple[str, str]:
-        """scores [..., t] → pᵢ [..., t], eᵢ [...]; a column of numbers times a constant is slow, a row is not."""
+    def _weigh(self, scores: str) -> tuple[str, str, str]:
+        """scores [..., t] → softmax [..., t], rᵢ [...], eᵢ [...].  Softmax's largest value is 1 / Σ exp(score − mᵢ).
+
+        The last two without an axis of length 1 at the end, for which products with a constant are slow.
+        """
         g = self.g
-        binary = g.op("Mul", g.reduce("ReduceMax", scores, -1, keep=False), g.constant(math.log2(math.e)))
-        exponents = g.op("Floor", g.op("Clip", binary, g.constant(float(MASKED) / 10)))  # of a masked split: above it
-        shift = self._column(g.op("Mul", exponents, g.constant(math.log(2))))
-        return g.op("Exp", g.op("Sub", scores, shift)), exponents
+        softmax = g.op("Softmax", scores, axis=-1)
+        largest, likeliest = (g.reduce("ReduceMax", x, -1, keep=False) for x in (scores, softmax))
+        binary = g.op("Mul", largest, g.constant(math.log2(math.e)))
+        exponents = g.op("Floor", binary)
+        rest = g.op("Exp", g.op("Mul", g.op("Sub", binary, exponents), g.constant(math.log(2))))
+        return softmax, g.op("Div", rest, likeliest), exponents
 
     def _power(self, distance: str) -> str:
         """2^-distance for whole distances ≥ 0."""
@@ -197,15 +207,17 @@ class _AttentionGraph:
         """[...] → [..., 1]"""
         return self.g.op("Unsqueeze", x, self.g.constant(np.array([-1], np.int64)))
 
-    def _state_in(self) -> tuple[str, str] | None:
+    def _state_in(self, arrange: Callable[..., str]) -> list[str] | None:
+        """acc, den and E; `arrange` gives each the axes of the scores, but for the last."""
         if not self.going_on:
             return None
-        heads, dim = self.spec.n_heads, self.spec.head_dim
-        return self.g.input("sums_in", F32, ["n", heads, dim + 1]), self.g.input("top_in", F32, ["n", heads])
+        g, heads, dim = self.g, self.spec.n_heads, self.spec.head_dim
+        acc = g.input("acc_in", F32, ["n", heads, dim])
+        den, top = (g.input(name, F32, ["n", heads]) for name in ("den_in", "top_in"))
+        return [arrange(acc, dim), arrange(den), arrange(top)]
 
-    def _finish(self, sums: str) -> None:
-        """sums hold acc twice."""
+    def _finish(self, acc: str, den: str) -> None:
+        """acc holds twice its value."""
         g = self.g
-        acc, den = g.split(sums, 2, self.spec.head_dim, 1)
-        result = g.op("Div", acc, g.op("Add", den, den))
+        result = g.op("Div", acc, self._column(g.op("Add", den, den)))
         g.output("a", g.reshape(result, -1, self.spec.q_dim), F32, ["n", self.spec.q_dim])
