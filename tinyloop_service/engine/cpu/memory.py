@@ -168,17 +168,13 @@ class Arena:
         self.rows: list[int] = []  # sequence ids, by slot
         row = (stretch.end - stretch.first, spec.n_kv_heads, stretch.size, spec.head_dim)
         self.kv: Array = np.zeros((2, num_layers, 0, *row), np.float16)
+        splits = np.arange(stretch.first, stretch.end).reshape(-1, 1, 1, 1)
+        self.positions: Array = splits * PAGE_TOKENS + np.arange(stretch.size)  # (splits, 1, 1, size), absolute
         self._touched = 0  # slots from here on are zero still
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
         return (len(self.rows), *self.positions.shape)
-
-    @property
-    def positions(self) -> Array:
-        """(splits, 1, 1, size), absolute."""
-        splits = np.arange(self.stretch.first, self.stretch.end).reshape(-1, 1, 1, 1)
-        return splits * PAGE_TOKENS + np.arange(self.stretch.size)
 
     def reserve(self, more: int) -> None:
         """Room for `more` further rows, in one move; memory is committed as they come."""
