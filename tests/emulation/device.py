@@ -42,6 +42,7 @@ class EmulatedKernel:
     name: str
     source: Path
     defines: dict[str, int]
+    num_launches: int = 0
     _function: builder.Function | None = None
 
     @property
@@ -89,7 +90,6 @@ class EmulatedDevice:
     max_shared_bytes: int = 227 * 1024
     num_queued: int = 0
     _num_run: int = 0
-    _num_launches: int = 0
     _queue: list[Work] = field(default_factory=list)
     _capturing: list[Work] | None = None
     _capturer: threading.Thread | None = None  # others may wait meanwhile
@@ -175,8 +175,8 @@ class EmulatedDevice:
             self.enqueue(partial(self._run, kernel, grid, block, [c for _, c in pairs], list(args), shared_bytes))
 
     def _run(self, kernel: Any, grid: tuple[int, int, int], block: int, values: Any, args: Any, shared: int) -> None:
-        self._num_launches += 1
-        kernel.function(grid, block, values, shared_bytes=shared, reverse=self._num_launches % 2 == 0)
+        kernel.num_launches += 1
+        kernel.function(grid, block, values, shared_bytes=shared, reverse=kernel.num_launches % 2 == 0)
         for position, array in enumerate(args):
             if isinstance(array, np.ndarray) and not guards_hold(_require_device(array)):
                 raise builder.EmulationError(f"{kernel.name} wrote outside the array it got as argument {position}")

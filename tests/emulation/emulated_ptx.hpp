@@ -1,8 +1,9 @@
 // The names of kernels_cu/include/ptx.cuh, and CUDA's own that kernels use, in C++ on fibers.
 //
-// Included by ptx.cuh when TL_EMULATED is defined.  Numbers: halves round to nearest even; mma adds its 16 products
-// one after the other in fp32 (hardware: in an order of its own, truncating), so compare with a tolerance, never for
-// equality with a GPU.  Asynchronous copies land at the wait, so that a missing wait shows.
+// Included by ptx.cuh when TL_EMULATED is defined.  Numbers: halves round to nearest even; mma adds its 16 products in
+// double and rounds once, so that their order does not show (it does not on hardware, which truncates), so compare with
+// a tolerance, never for equality with a GPU.  Asynchronous copies land at the wait, so that a missing wait shows, or in a descending run at once,
+// so that a copy to what is still read shows.
 #pragma once
 
 #include "emulator.hpp"
@@ -106,6 +107,7 @@ inline void check_aligned(const void* address, int bytes = 16) {
 }
 
 typedef float Row8 __attribute__((vector_size(32)));
+typedef double Wide8 __attribute__((vector_size(64)));
 
 inline void widen_eight(float* wide, const u32* pairs) {
 #ifdef __F16C__
@@ -119,16 +121,21 @@ inline void widen_eight(float* wide, const u32* pairs) {
 #endif
 }
 
-// Eight sums at a time, so that none waits for itself.  The products of halves are exact in fp32.
+// Eight sums at a time, so that none waits for itself.
 inline void multiply_eight_rows(float (*c)[8], const float (*a)[16], const float (*b)[8]) {
-  Row8 sums[8];
-  std::memcpy(sums, c, sizeof sums);
+  Wide8 sums[8] = {};
   for (int k = 0; k < 16; ++k) {
-    Row8 columns;
-    std::memcpy(&columns, b[k], sizeof columns);
+    Row8 row_k;
+    std::memcpy(&row_k, b[k], sizeof row_k);
+    const Wide8 columns = __builtin_convertvector(row_k, Wide8);
     for (int row = 0; row < 8; ++row) sums[row] += a[row][k] * columns;
   }
-  std::memcpy(c, sums, sizeof sums);
+  for (int row = 0; row < 8; ++row) {
+    Row8 before;
+    std::memcpy(&before, c[row], sizeof before);
+    const Row8 after = __builtin_convertvector(sums[row] + __builtin_convertvector(before, Wide8), Row8);
+    std::memcpy(c[row], &after, sizeof after);
+  }
 }
 
 // ptx.cuh draws the fragments: unfold A, B and C from the lanes, multiply, fold C back.
@@ -193,15 +200,16 @@ inline T exchange_as(T value, int source) {
   return __builtin_bit_cast(T, exchange(__builtin_bit_cast(u32, value), source));
 }
 
-inline void start_copy(void* shared, const void* global, size_t bytes) {
-  CopyQueue& queue = current->queue;
-  if (queue.num_copies == kMaxCopies) fail("more asynchronous copies under way than the emulator keeps");
-  queue.copies[queue.num_copies++] = {shared, global, bytes};
-}
-
 inline void land(const Copy& copy) {
   if (copy.global) std::memcpy(copy.shared, copy.global, copy.bytes);
   else std::memset(copy.shared, 0, copy.bytes);
+}
+
+inline void start_copy(void* shared, const void* global, size_t bytes) {
+  if (descending) return land({shared, global, bytes});
+  CopyQueue& queue = current->queue;
+  if (queue.num_copies == kMaxCopies) fail("more asynchronous copies under way than the emulator keeps");
+  queue.copies[queue.num_copies++] = {shared, global, bytes};
 }
 
 inline void land_groups(CopyQueue& queue, int under_way) {
@@ -292,6 +300,12 @@ inline void cp_async16(void* shared, const void* global, bool valid) {
   emulator::check_aligned(shared);
   emulator::check_aligned(global);
   emulator::start_copy(shared, valid ? global : nullptr, 16);
+}
+
+inline void cp_async8(void* shared, const void* global) {
+  emulator::check_aligned(shared, 8);
+  emulator::check_aligned(global, 8);
+  emulator::start_copy(shared, global, 8);
 }
 
 inline void cp_async4(void* shared, const void* global) {
