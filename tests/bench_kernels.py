@@ -226,7 +226,7 @@ class Bench:
         launches = self._recorder.take()
         for _ in range(NEW_TOKENS // 4):  # to the middle of the request
             self._direct.decode(rows, 2)
-        step = self._recorder.graph_of(num_rows)
+        step = self._recorder.last_graph
         named = f"{num_rows} rows, prefix {prefix}"
         profiles = [self._clock.profile(f"step of {named}", step if in_full else attention_of(step))]
         if opening and prefix % 64 and num_rows == max(self._scale.rows):

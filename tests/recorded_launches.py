@@ -51,11 +51,11 @@ class Launched:
 class RecordedGraph:
     graph: Graph
     launches: list[Launched]
-    noted: list[Launched]  # by its device
+    device: RecordingDevice
 
     def launch(self) -> None:
         self.graph.launch()
-        self.noted.extend(self.launches)
+        self.device.note(self.launches)
 
 
 class RecordingDevice:
@@ -64,7 +64,7 @@ class RecordingDevice:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._launches: list[Launched] = []
-        self._graphs: list[list[Launched]] = []
+        self.last_graph: list[Launched] = []  # launches of the graph that was launched last
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
@@ -75,11 +75,10 @@ class RecordingDevice:
         self._launches.clear()
         return taken
 
-    def graph_of(self, num_rows: int) -> list[Launched]:
-        """The launches of the decode step whose batch is padded to the fewest rows that hold `num_rows`."""
-        by_length = sorted(self._graphs, key=len)  # the drawing of first tokens has a graph too, a shorter one
-        padded = {each.linear_sizes[0]: graph for graph in by_length for each in graph if each.name == "linear_logits"}
-        return padded[min(rows for rows in padded if rows >= num_rows)]
+    def note(self, launches: list[Launched]) -> None:
+        """A graph of these was launched."""
+        self._launches.extend(launches)
+        self.last_graph = launches
 
     def capture(self, work: Callable[[], None]) -> RecordedGraph:
         before = len(self._launches)
@@ -91,8 +90,7 @@ class RecordingDevice:
         graph = self._device.capture(noted)
         launches = self._launches[before:]
         del self._launches[before:]  # nothing ran yet
-        self._graphs.append(launches)
-        return RecordedGraph(graph, launches, self._launches)
+        return RecordedGraph(graph, launches, self)
 
     def launch(self, kernel: Any, grid: tuple[int, int, int], block: int, args: Sequence[Any], **options: Any) -> None:
         def run(arguments: Sequence[Any]) -> None:
