@@ -9,7 +9,8 @@
 //   tables       int32  [slots][max_layers][max_blocks]   page of a sequence's 64-token block; −1: none
 //   items        int32  [max_items][6]            slot whose table names the page, block, first entry, entries 1..64;
 //                                                 another slot, whose page of the block has the first n tokens too, n
-//   num_items    int32  [2]                       items, and how many of them, the first, have more than one entry
+//   num_items    int32  [3]                       items; of these, the first, those of more than one entry; of these, again
+//                                                 the first, quads
 //   entries      int32  [max_entries][2]          row, ordinal of this split among the row's, ascending from 0
 //   row_items    int32  [R]                       splits of the row
 //   position     int32  [R]                       of the row's token; its K and V are in its page, or in `newest`
@@ -20,11 +21,13 @@
 //   table_offset = layer·max_blocks, table_stride = max_layers·max_blocks; scale = log2(e)/√D
 //   R ≤ 64; D is 64 or 128; H/G ≤ 16; 16-byte alignment.
 //
-// A *split* is one page.  Each is attended as if it stood alone and leaves, per row and head, unnormalised
-// o = Σ w·V, l = Σ w and its largest exponent m (page_sums.cuh); the splits of a row are then merged in ascending order
-// (merge_splits.cuh).  Hence a row's bits depend on nothing but its own query and pages: not on the other rows of its
-// items, not on how its items are grouped.  A split of which a row sees nothing has m = −inf and weighs exactly 0, so
-// it may as well be left out.
+// Each page is attended as if it stood alone, and leaves, per row and head, unnormalised o = Σ w·V, l = Σ w and its largest
+// exponent m (page_sums.cuh).  A *quad* is four pages, from a block on that is a multiple of 4: they are added up in
+// ascending order, then quads in theirs (merge_splits.cuh).  A *split* is what is left to the merge: a page, or of many
+// rows a quad that is added up, a quarter of the traffic (decode_attention_wide.cu).
+// Hence a row's bits depend on nothing but its own query and pages: not on the other rows of its items, not on how its
+// items are grouped, nor on which pages come as quads.  A split of which a row sees nothing has m = −inf and weighs
+// exactly 0, so it may as well be left out.
 //
 // Unit of work: an item and a K/V head, by 4 warps; blockIdx.x is the K/V head, the blocks along y stride over the
 // items.  All of the page's K and V that any row sees is asked for at once, straight into the registers of the warp
@@ -188,7 +191,7 @@ DEVICE void load_queries(QueryTile& tile, const u16* q, const Unit& unit, const 
 }
 
 DEVICE float reference_of(const float (&top)[kSteps], float scale) {
-  return reference_exponent(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])), scale);
+  return page_exponent(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])), scale);
 }
 
 // The warp's share of the weights: those of its 16 tokens, and their sums.
@@ -216,8 +219,8 @@ DEVICE void publish_tops(Exchange& exchange, StepScores& scores, const Unit& uni
 }
 
 // m and l of the rows, by one warp.
-DEVICE void store_sums(const Partials& partials, const Exchange& exchange, const Query (&queries)[2],
-                       const Lists& lists, float scale) {
+DEVICE void store_tile_sums(const Partials& partials, const Exchange& exchange, const Query (&queries)[2],
+                            const Lists& lists, int block, float scale) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -227,7 +230,7 @@ DEVICE void store_sums(const Partials& partials, const Exchange& exchange, const
     for (int s = 0; s < kSteps; ++s) sum += sums[s];
     sum = row_sum(sum);
     const float m = reference_of(exchange.top[g + 8 * half], scale);
-    if (queries[half].exists && t == 0) partials.ml[split_of(queries[half], lists)] = make_float2(m, sum);
+    if (queries[half].exists && t == 0) store_sums(partials, queries[half], lists, block, make_float2(m, sum));
   }
 }
 
@@ -265,7 +268,7 @@ DEVICE void attend(const Partials& partials, Exchange& exchange, const Unit& uni
   publish_weights(exchange, scores, page.value_scales, scale);
   __syncthreads();
   const Query queries[2] = {query_of(0, g, unit, entries), query_of(0, g + 8, unit, entries)};
-  if (threadIdx.x / 32 == 0) store_sums(partials, exchange, queries, lists, scale);
+  if (threadIdx.x / 32 == 0) store_tile_sums(partials, exchange, queries, lists, unit.block, scale);
   store_outputs(partials, exchange, queries, page, any, lists);
 }
 

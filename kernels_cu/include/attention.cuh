@@ -24,6 +24,7 @@ constexpr int kQueriesPerKv = TL_QUERIES_PER_KV;     // H / G
 constexpr int kSteps = kPageTokens / 16;             // mma steps over the tokens of a page
 constexpr int kDimPieces = kHeadDim / 32;            // pieces a lane takes of a q or K row
 constexpr int kTokenPieces = kPageTokens / 32;       // the same of a Vᵀ row
+constexpr int kQuadPages = 4;                         // neighbours, from a block that is a multiple of it on
 constexpr int kHeadElements = kPageTokens * kHeadDim;  // of K, and of V, of one head in a page
 constexpr int kHeadScaleBytes = kPageTokens * kScaleBytes;
 static_assert(kHeadDim == 64 || kHeadDim == 128, "head_dim is 64 or 128");
@@ -72,11 +73,6 @@ DEVICE bool sees(Sight sight, int token) { return token >= sight.begin && token 
 
 // The exponents of a softmax are taken from its largest score; where nothing is seen, from 0: then they give 0.
 DEVICE float exponent_base(float top) { return top == minus_infinity() ? 0.0f : top; }
-
-// What the weights of a softmax whose largest score is `top` are taken relative to.
-DEVICE float reference_exponent(float top, float scale) {
-  return kWeightBits > 0.0f ? top * scale - kWeightBits : top * scale;
-}
 
 // Two scores in base 2 and their distance below `top`: 2^(score·scale − top).
 DEVICE float weigh(float score, float scale, float base) { return exp2_fast(fmaf(score, scale, -base)); }

@@ -163,7 +163,7 @@ DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalv
 // What a row sees of a page, by this warp: o, m and l of each head; nothing is stored unless the row `exists`.  Its
 // queries are under way.
 DEVICE void attend_alone(const Partials& partials, const OwnQueries& queries, const OwnPage& page, const Entry& entry,
-                         bool exists, const Lists& lists, float scale) {
+                         int block, bool exists, const Lists& lists, float scale) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   PageWeights<kOwnHalves> weights;
   float* dims[kOwnHalves];  // null: no head
@@ -173,7 +173,7 @@ DEVICE void attend_alone(const Partials& partials, const OwnQueries& queries, co
   for (int half = 0; half < kOwnHalves; ++half) {
     const int nth = g + 8 * half, head = static_cast<int>(blockIdx.x) * kQueriesPerKv + nth;
     const Query query = {entry, head, exists && nth < kQueriesPerKv};
-    if (query.exists && t == 0) partials.ml[split_of(query, lists)] = weights.ml[half];
+    if (query.exists && t == 0) store_sums(partials, query, lists, block, weights.ml[half]);
     dims[half] = query.exists ? output_of(partials, query, lists) + 2 * t : nullptr;
   }
 #pragma unroll

@@ -1,8 +1,8 @@
 // decode_attention's work list: which page a block attends next, for which rows, and what they see of it.
 //
 // A unit is an item and a K/V head (blockIdx.x); the blocks along y go over the items, each round the other way, so
-// that a block with an item of many rows gets the least of what follows.  The layouts of items, entries and tables are
-// in decode_attention.cu.
+// that a block with an item of many rows gets the least of what follows.  An item is a page or a quad.  The layouts of
+// items, entries and tables are in decode_attention.cu.
 #pragma once
 
 #include "attention.cuh"
@@ -141,7 +141,7 @@ DEVICE Query query_of(int tile, int i, const Unit& unit, const Entries& entries)
 // What is known of a row, head and split by itself, for the merge.
 struct Partials {
   float* o;    // [R][H][max_blocks][D]: Σ w·V
-  float2* ml;  // [R][H][max_blocks]: the largest exponent m, and l = Σ w
+  float2* ml;  // [R][H][max_blocks]: the largest exponent m, and l = Σ w, negative where the split ends a quad
 };
 
 // Index of a query's split in both.
@@ -151,6 +151,12 @@ DEVICE int split_of(const Query& query, const Lists& lists) {
 
 DEVICE float* output_of(const Partials& partials, const Query& query, const Lists& lists) {
   return partials.o + static_cast<u64>(split_of(query, lists)) * kHeadDim;
+}
+
+// m and l of a split that ends with `block`.
+DEVICE void store_sums(const Partials& partials, const Query& query, const Lists& lists, int block, float2 ml) {
+  const bool ends_quad = block % kQuadPages == kQuadPages - 1;
+  partials.ml[split_of(query, lists)] = make_float2(ml.x, ends_quad ? -ml.y : ml.y);
 }
 
 // Once a block, before it reads what the kernel before wrote; dependents may start once that one has ended.

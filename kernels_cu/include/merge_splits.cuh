@@ -1,7 +1,9 @@
-// Merging the splits of a row and head: a = Σ f_s·o_s / Σ f_s·l_s,  f_s = 2^(m_s − max m),  s ascending.
+// Merging the splits of a row and head: a = Σ f_s·o_s / Σ f_s·l_s,  f_s = 2^(m_s − max m): those of a quad in ascending
+// order, then quads in theirs.
 //
-// A split of which nothing is seen has m = −inf, o = 0 and l = 0: it changes no bit.  One warp merges 64 output dims,
-// two a lane; the partials of up to 32 splits are under way at once, and lane i computes the factor of split i.
+// A split is a page, or a quad whose pages are added up already; l is negative where one ends its quad.  A split of which
+// nothing is seen has m = −inf, o = 0 and l = 0: it changes no bit.  One warp merges 64 output dims, two a lane; the
+// partials of up to 32 splits are under way at once, and lane i computes the factor of split i.
 #pragma once
 
 #include "attention.cuh"
@@ -22,6 +24,17 @@ struct SplitFactors {
   float2 factor_mass[kMergeSplits];
 };
 
+// Of a lane's two dims, and of l.
+struct MergeSums {
+  float2 o;
+  float mass;
+};
+
+DEVICE void add(MergeSums& total, const MergeSums& quad) {
+  total.o = make_float2(total.o.x + quad.o.x, total.o.y + quad.o.y);
+  total.mass += quad.mass;
+}
+
 DEVICE void load_parts(SplitParts& parts, const float2* o, const float2* ml, int first, int num_splits) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -32,13 +45,15 @@ DEVICE void load_parts(SplitParts& parts, const float2* o, const float2* ml, int
   if (!is_split) parts.ml.x = minus_infinity();
 }
 
-// Adds splits in eights: those past the last are zeros with factor 0, as if nothing were seen of them.
-DEVICE void add_parts(float2& o, float& sum, const SplitParts& parts, SplitFactors& factors, float base,
+// Adds splits in eights: those past the last are zeros with factor 0, as if nothing were seen of them.  `quad`: of the
+// quad that has not ended.
+DEVICE void add_parts(MergeSums& total, MergeSums& quad, const SplitParts& parts, SplitFactors& factors, float base,
                       int num_splits) {
   const int lane = threadIdx.x % 32;
   const float factor = exp2_fast(parts.ml.x - base);
+  const u32 ends = ballot(parts.ml.y < 0.0f);  // where nothing is seen it does not matter
   __syncwarp();  // nobody still reads those of the splits before
-  factors.factor_mass[lane] = make_float2(factor, factor * parts.ml.y);
+  factors.factor_mass[lane] = make_float2(factor, factor * fabsf(parts.ml.y));
   __syncwarp();
 #pragma unroll
   for (int eight = 0; eight < kMergeSplits; eight += 8) {
@@ -46,8 +61,13 @@ DEVICE void add_parts(float2& o, float& sum, const SplitParts& parts, SplitFacto
 #pragma unroll
     for (int i = eight; i < eight + 8; ++i) {
       const float2 factor_mass = factors.factor_mass[i];
-      o = make_float2(fmaf(factor_mass.x, parts.o[i].x, o.x), fmaf(factor_mass.x, parts.o[i].y, o.y));
-      sum += factor_mass.y;
+      quad.o.x = fmaf(factor_mass.x, parts.o[i].x, quad.o.x);
+      quad.o.y = fmaf(factor_mass.x, parts.o[i].y, quad.o.y);
+      quad.mass += factor_mass.y;
+      if (ends >> i & 1) {
+        add(total, quad);
+        quad = {};
+      }
     }
   }
 }
@@ -64,12 +84,12 @@ DEVICE void merge_splits(u16* a, const float* o, const float2* ml, SplitFactors&
   for (int split = kMergeSplits + lane; split < num_splits; split += 32) top = fmaxf(top, load_l2(ml + split).x);
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) top = fmaxf(top, shuffle_xor(top, mask));
-  float2 total = make_float2(0.0f, 0.0f);
-  float sum = 0.0f;
+  MergeSums total = {}, quad = {};
   for (int first = 0; first < num_splits; first += kMergeSplits) {
     if (first > 0) load_parts(parts, lane_o, ml, first, num_splits);
-    add_parts(total, sum, parts, factors, exponent_base(top), num_splits - first);
+    add_parts(total, quad, parts, factors, exponent_base(top), num_splits - first);
   }
-  const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-  reinterpret_cast<u32*>(a + first_dim)[lane] = pack_half2(total.x * inverse, total.y * inverse);
+  add(total, quad);
+  const float inverse = total.mass > 0.0f ? 1.0f / total.mass : 0.0f;
+  reinterpret_cast<u32*>(a + first_dim)[lane] = pack_half2(total.o.x * inverse, total.o.y * inverse);
 }

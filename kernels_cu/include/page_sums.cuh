@@ -2,14 +2,16 @@
 // so that a row's bits are the same whoever else is in its tile, and whether a block shares the page or a warp has it
 // alone.
 //
-//   m = max q·K·scale      w = 2^(q·K·scale − m)      l = Σ w      o = Σ fp16(w)·V      over the page's tokens
+//   m = ⌈max q·K·scale⌉      w = 2^(q·K·scale − m)      l = Σ w      o = Σ fp16(w)·V      over the page's tokens
 //
-// With scales, m is 6 less, and the scale of V goes into fp16(w) (stored.cuh).
+// With scales, m is 6 less, and the scale of V goes into fp16(w) (stored.cuh).  m is whole, so that 2^(m − m') is exact.
 //
 // A lane holds rows g and g + 8 of a tile ("half" 0 and 1), in the fragments of mma_m16n8k16, step by step of 16
-// tokens; attention.cuh says which token a column is.  o: one product after the other, steps ascending.  l: a lane adds
-// up its tokens of each step, then the steps, ascending, then the four lanes of a row.  Steps of which no row sees
-// anything may be left out: their weights are zeros.
+// tokens; attention.cuh says which token a column is.  o: steps ascending; a tensor core gives the 16 products of a step
+// no order.  l: of weights so rounded that their sum is exact, in any order.  Steps of which no row sees anything may be
+// left out: their weights are zeros.
+//
+// o and l of several pages are added in ascending order, relative to whichever m, for powers of two are exact.
 #pragma once
 
 #include "attention.cuh"
@@ -78,14 +80,26 @@ DEVICE float hide(StepScores& scores, int half, int s, Sight sight, float top) {
   return top;
 }
 
-// Of one half: scores become weights, relative to the page's largest exponent.  The lane's sum.
+// m of a page whose largest score is `top`.
+DEVICE float page_exponent(float top, float scale) {
+  const float exponent = ceilf(top * scale);
+  return kWeightBits > 0.0f ? exponent - kWeightBits : exponent;
+}
+
+// A weight as l counts it: a multiple of 2^-18 of the largest possible, of which 64 add up to at most 2^24.
+DEVICE float mass_of(float weight) {
+  constexpr float kRounder = 48.0f * (kWeightBits > 0.0f ? 64.0f : 1.0f);
+  return (weight + kRounder) - kRounder;
+}
+
+// Of one half: scores become weights, relative to the page's exponent.  The lane's mass.
 DEVICE float weigh_half_step(StepScores& scores, int half, float scale, float base) {
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     float& value = scores.of[i / 2][2 * half + i % 2];
     value = weigh(value, scale, base);
-    sum += value;
+    sum += mass_of(value);
   }
   return sum;
 }
@@ -130,7 +144,7 @@ DEVICE void weigh_page(PageWeights<kHalves>& weights, StepScores (&scores)[kStep
     float top = minus_infinity(), sum = 0.0f;
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) top = hide(scores[s], half, s, sights[half], top);
-    top = reference_exponent(row_max(top), scale);
+    top = page_exponent(row_max(top), scale);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) sum += weigh_half_step(scores[s], half, scale, exponent_base(top));
     weights.ml[half] = make_float2(top, row_sum(sum));

@@ -34,6 +34,11 @@ DEVICE void hide(Scores& scores, const int (&position)[2], int window, int block
   }
 }
 
+// What the weights of a softmax whose largest score is `top` are taken relative to.
+DEVICE float reference_exponent(float top, float scale) {
+  return kWeightBits > 0.0f ? top * scale - kWeightBits : top * scale;
+}
+
 // Scores become weights relative to the new top, the sum is brought to it; `factor` is what o is still to be times.
 DEVICE void weigh_page(State& state, float (&factor)[2], Scores& scores, float scale) {
 #pragma unroll

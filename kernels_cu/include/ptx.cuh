@@ -238,7 +238,11 @@ DEVICE void cp_async16(void* shared, const void* global, u64 policy) {
                : "memory");
 }
 
-// The same of 4 bytes, valid always.
+// 8 bytes and 4, always.
+DEVICE void cp_async8(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+
 DEVICE void cp_async4(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }

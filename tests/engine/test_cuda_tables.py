@@ -40,9 +40,13 @@ class Chains:
         return sequence
 
 
+def split_tables(*, quads: bool = False) -> SplitTables:
+    return SplitTables(lambda rows, pages: quads)
+
+
 def read_splits(rows: list[Sequence], num_steps: int) -> list[list[tuple[int, int, int]]]:
     """(ordinal, owner's slot, block) of everything that each row reads, by ordinal."""
-    tables = SplitTables().tables(rows, num_steps)
+    tables = split_tables().tables(rows, num_steps)
     result: list[list[tuple[int, int, int]]] = [[] for _ in rows]
     for owner, block, first, count, _, _ in tables.items.tolist():
         for row, ordinal in tables.entries[first : first + count].tolist():
@@ -56,7 +60,7 @@ def test_a_shared_prefix_is_one_item_a_block() -> None:
     chains = Chains()
     prefix = chains.open(130)  # two whole blocks and a part, which the rows have copies of
     rows = [chains.open(length, prefix) for length in (130, 135, 191)]
-    tables = SplitTables().tables(rows, 1)
+    tables = split_tables().tables(rows, 1)
     assert tables.items[:2, :4].tolist() == [[prefix.slot, 0, 0, 3], [prefix.slot, 1, 3, 3]]
     assert sorted(map(tuple, tables.items[2:, [0, 1, 3]].tolist())) == sorted((row.slot, 2, 1) for row in rows)
     shared = [(0, prefix.slot, 0), (1, prefix.slot, 1)]
@@ -71,7 +75,7 @@ def test_copies_of_a_partial_page_name_it_and_come_first() -> None:
         chains.open(length, its) for length, its in ((70, grandparent), (180, parent), (130, parent), (101, parent))
     ]
     narrow, whole = chains.open(300, parent, window=64), chains.open(65, chains.open(64))
-    tables = SplitTables().tables([*rows, narrow, whole], 1)
+    tables = split_tables().tables([*rows, narrow, whole], 1)
     named = {(slot, block): (at, source, tokens) for at, (slot, block, _, _, source, tokens) in enumerate(tables.items)}
     copies = {key: its for key, its in named.items() if its[2]}
     expected = {(row.slot, 1): (parent.slot, 36) for row in rows[1:]} | {(rows[0].slot, 1): (grandparent.slot, 6)}
@@ -90,7 +94,7 @@ def test_the_splits_of_later_steps_are_there_from_the_first() -> None:
 
 
 def test_tables_are_made_again_when_a_row_comes_to_another_block() -> None:
-    chains, tables = Chains(), SplitTables()
+    chains, tables = Chains(), split_tables()
     rows = [chains.open(60), chains.open(10)]
     made = tables.tables(rows, 2)
     rows[0].length += 2
@@ -117,6 +121,46 @@ def test_a_chain_names_each_owner() -> None:
     row = chains.open(260, parent)
     owners = [grandparent.slot, parent.slot, parent.slot, row.slot, row.slot]
     assert read_splits([row], 1) == [[(i, owner, i) for i, owner in enumerate(owners)]]
+
+
+def quad_splits(rows: list[Sequence]) -> tuple[list[list[tuple[int, int, int, bool]]], int]:
+    """(ordinal, owner's slot, block, whether it is a quad) of what each row reads, and the number of quads."""
+    tables = split_tables(quads=True).tables(rows, 1)
+    result: list[list[tuple[int, int, int, bool]]] = [[] for _ in rows]
+    for nth, (owner, block, first, count, _, _) in enumerate(tables.items.tolist()):
+        for row, ordinal in tables.entries[first : first + count].tolist():
+            result[row].append((ordinal, owner, block, nth < tables.num_quads))
+    assert [len(splits) for splits in result] == tables.row_items.tolist()
+    assert sum(tables.items[:, 3]) == len(tables.entries)
+    sizes = tables.items[tables.num_quads :, 3].tolist()
+    assert sizes == sorted(sizes, reverse=True)
+    return [sorted(splits) for splits in result], tables.num_quads
+
+
+def test_four_pages_that_the_same_rows_share_are_a_quad() -> None:
+    chains = Chains(9)
+    grandparent = chains.open(64 * 5)
+    parent = chains.open(64 * 9 + 10, grandparent)
+    rows = [chains.open(64 * 9 + 10 + more, parent) for more in (0, 50)]
+    whole, part = grandparent.slot, parent.slot
+    shared = [(0, whole, 0, True), (1, whole, 4, False)]  # the next quad has two owners
+    shared += [(ordinal, part, 3 + ordinal, False) for ordinal in range(2, 6)]
+    assert quad_splits(rows) == ([[*shared, (6, row.slot, 9, False)] for row in rows], 1)
+    assert quad_splits(rows[:1])[1] == 0, "nobody shares them"
+    assert quad_splits([*rows, chains.open(600, parent, window=400)])[1] == 0, "one sees a part of them"
+    assert quad_splits([*rows, chains.open(330, grandparent), chains.open(400, grandparent)])[1] == 1
+
+
+def test_quads_only_where_they_are_taken() -> None:
+    chains, asked = Chains(), []
+    parent = chains.open(64 * 8)
+    rows = [chains.open(64 * 8 + more, parent) for more in (1, 2, 3)]
+
+    def takes_quads(rows: int, pages: int) -> bool:
+        asked.append((rows, pages))
+        return False
+
+    assert SplitTables(takes_quads).tables(rows, 1).num_quads == 0 and asked == [(3, 8)]
 
 
 def test_tiles_of_a_chunk() -> None:

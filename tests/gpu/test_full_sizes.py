@@ -20,6 +20,7 @@ from tinyloop_service.engine.cuda import open_device
 from tinyloop_service.engine.cuda.weights import rope_tables
 from tinyloop_service.engine.spec import SIZES
 from tinyloop_service.kernels import linear
+from tinyloop_service.kernels.decode_attention import has_quads
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.references import linear as reference
 from tinyloop_service.kernels.references.norm import sum_tree
@@ -116,15 +117,18 @@ def test_qkv(device: Device, group: int) -> None:
         assert np.array_equal(few_pool[:rows], pool[:rows]) and not few_pool[rows:].any()
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("prefix", [1000, 1024, 1087])
-def test_decode_attention(device: Device, prefix: int) -> None:
-    """Fifty rows off one prefix, at different places of their own page."""
+def test_decode_attention(device: Device, prefix: int, int8: bool) -> None:
+    """Fifty rows off one prefix, at different places of their own page; shared pages one by one, and as quads."""
     shared = prefix // 64
     lengths = [prefix + 1 + (7 * row) % (64 * shared + 64 - prefix) for row in range(50)]
-    sequences = Sequences(lengths, SPEC.n_heads, SPEC.n_kv_heads, SPEC.head_dim, shared=shared)
+    sequences = Sequences(lengths, SPEC.n_heads, SPEC.n_kv_heads, SPEC.head_dim, shared=shared, int8=int8)
     rows = [decoding.Row(slot, length - 1) for slot, length in enumerate(lengths)]
     q = sequences.queries(len(rows))
     a = decoding.run(device, sequences, rows, q)
+    if has_quads(device):
+        assert np.array_equal(decoding.run(device, sequences, rows, q, quads=True), a), "quads have other bits"
     for row in (0, 23, 49):
         decoding.check(sequences, rows[row : row + 1], q[row : row + 1], a[row : row + 1])
         alone = decoding.run(device, sequences, rows[row : row + 1], q[row : row + 1])

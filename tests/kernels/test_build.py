@@ -23,6 +23,7 @@ INT8 = {"TL_INT8": 1}
 VARIANTS: dict[str, tuple[dict[str, int], ...]] = {
     "decode_attention": (GQA_64, INT8),
     "decode_attention_many": (GQA_64, INT8, {"TL_QUERIES_PER_KV": 16}),
+    "decode_attention_wide": (GQA_64, INT8, {"TL_QUERIES_PER_KV": 16}),
     "prefill_attention": (GQA_64, INT8),
     "prefill_attention_wide": (GQA_64, INT8),
     "rope": ({"TL_HEAD_DIM": 64, "TL_INTERLEAVED": 1}, {"TL_QUERIES_ONLY": 1}),

@@ -12,9 +12,10 @@ from attention_cases import FORMS, LAYER, LEAST_SCALE, MOST_SCALE, PAGE, Sequenc
 from numpy.typing import NDArray
 
 from tinyloop_service.engine.cache_modes import encode
-from tinyloop_service.kernels.decode_attention import decode_attention
+from tinyloop_service.kernels.decode_attention import decode_attention, has_quads
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.match import KernelArgumentError
+from tinyloop_service.kernels.page_layout import QUAD_PAGES
 from tinyloop_service.kernels.references import decode_attention as reference
 from tinyloop_service.kernels.references.page_views import int8_page
 from tinyloop_service.types import CacheMode
@@ -41,31 +42,50 @@ class Row:
 
 
 def work_list(
-    rows: Sequence[Row], *, shared: int, group: int, hidden: bool, copied: int = 0, copies_first: bool = True
+    rows: Sequence[Row],
+    *,
+    shared: int,
+    group: int,
+    hidden: bool,
+    copied: int = 0,
+    copies_first: bool = True,
+    quads: bool = False,
 ) -> dict[str, Array]:
     """Items over `rows`: of blocks < shared up to `group` rows together, of the others each row alone.
 
-    The first `copied` tokens of block `shared` may be read through slot 0.
+    The first `copied` tokens of block `shared` may be read through slot 0.  With `quads`, four shared blocks are one
+    for rows without a window.
     """
-    splits = [(block, row) for row, its in enumerate(rows) for block in its.blocks(hidden=hidden)]
+    end = shared // QUAD_PAGES * QUAD_PAGES if quads else 0  # of the quads
+
+    def splits_of(row: Row) -> list[tuple[bool, int]]:
+        """(whether it is a page, block), ascending."""
+        blocks = [(block >= end or row.window > 0, block) for block in row.blocks(hidden=hidden)]
+        return [split for split in blocks if split[0] or split[1] % QUAD_PAGES == 0]
+
+    splits = [(*split, row) for row, its in enumerate(rows) for split in splits_of(its)]
     items: list[tuple[int, ...]] = []
     entries: list[tuple[int, int]] = []
-    for block in sorted({block for block, _ in splits}):
-        having = [row for at, row in splits if at == block]
+    num_quads = 0
+    for is_page, block in sorted({split[:2] for split in splits}):
+        having = [row for *at, row in splits if at == [is_page, block]]
         size = group if block < shared else 1
         for together in (having[i : i + size] for i in range(0, len(having), size)):
             slot = rows[together[0]].slot
             source = (0, copied) if block == shared else (slot, 0)
             items.append((slot, block, len(entries), len(together), *source))
-            entries.extend((row, rows[row].blocks(hidden=hidden).index(block)) for row in together)
-    items.sort(key=lambda item: (item[3] == 1, -item[5] if copies_first else item[5]))
-    num_shared = sum(item[3] > 1 for item in items)
+            entries.extend((row, splits_of(rows[row]).index((is_page, block))) for row in together)
+        num_quads = num_quads if is_page else len(items)
+    pages = items[num_quads:]
+    pages.sort(key=lambda item: (item[3] == 1, -item[5] if copies_first else item[5]))
+    items[num_quads:] = pages
+    num_shared = num_quads + sum(item[3] > 1 for item in pages)
     items.append((99,) * 6)  # beyond num_items: never read
     return {
         "items": np.array(items, np.int32),
-        "num_items": np.array([len(items) - 1, num_shared], np.int32),
+        "num_items": np.array([len(items) - 1, num_shared, num_quads], np.int32),
         "entries": np.array(entries, np.int32),
-        "row_items": np.array([len(row.blocks(hidden=hidden)) for row in rows], np.int32),
+        "row_items": np.array([len(splits_of(row)) for row in rows], np.int32),
         "position": np.array([row.position for row in rows], np.int32),
         "window": np.array([row.window for row in rows], np.int32),
     }
@@ -93,12 +113,13 @@ def launch(
     hidden: bool = False,
     num_blocks: int | None = None,
     many: bool | None = None,
-    **copies: Any,
+    quads: bool = False,
+    **items: Any,
 ) -> tuple[Array, Array]:
     """a, and the pool afterwards."""
     shape = (len(rows), sequences.heads, sequences.max_blocks)
     a, there = device.upload(np.full_like(q, UNWRITTEN)), device.upload(pool)
-    work = work_list(rows, shared=sequences.shared, group=group, hidden=hidden, **copies)
+    work = work_list(rows, shared=sequences.shared, group=group, hidden=hidden, quads=quads, **items)
     decode_attention(
         device,
         device.upload(q),
@@ -113,6 +134,7 @@ def launch(
         num_kv_heads=sequences.kv_heads,
         num_blocks=num_blocks,
         many=many,
+        quads=quads,
     )
     return device.download(a), device.download(there)
 
@@ -164,19 +186,22 @@ def test_the_least_and_the_largest_values_of_int8(device: Device, scales: tuple[
 
 
 @FORMS
-def test_against_the_reference(device: Device, int8: bool) -> None:
+@pytest.mark.parametrize("in_quads", [False, True])
+def test_against_the_reference(device: Device, in_quads: bool, int8: bool) -> None:
     """The same rounding points: what differs is the order of fp32 sums, seen at most in the last bit of fp16."""
-    sequences = Sequences([150, 130, 200], 4, 2, 64, shared=2, int8=int8)
-    rows = [Row(0, 149), Row(1, 129, 70), Row(2, 199, 1)]
+    sequences = Sequences([350, 330, 400], 4, 2, 64, shared=5, int8=int8)
+    if in_quads and not has_quads(device):
+        pytest.skip("quads are sm_90's")
+    rows = [Row(0, 349), Row(1, 329, 70), Row(2, 399, 1)]
     q = sequences.queries(len(rows))
-    work = work_list(rows, shared=2, group=64, hidden=True)
+    work = work_list(rows, shared=5, group=64, hidden=True, quads=in_quads)
     shape = (len(rows), sequences.heads, sequences.max_blocks)
     expected, o, ml = np.zeros_like(q), np.zeros((*shape, 64), np.float32), np.zeros((*shape, 2), np.float32)
     newest, pool = sequences.put_newest([(row.slot, row.position) for row in rows]) if int8 else (None, sequences.pool)
     tables = sequences.tables
     reference.decode_attention(q, pool, newest, tables, LAYER, *work.values(), o, ml, expected, num_kv_heads=2)
     assert not int8 or np.array_equal(pool, sequences.pool)
-    a = run(device, sequences, rows, q, hidden=True)
+    a = run(device, sequences, rows, q, hidden=True, quads=in_quads)
     # A weight next to the middle of two fp16 numbers may be rounded the other way: 2^-11 of it, once in a while.
     np.testing.assert_allclose(a.astype(np.float32), expected.astype(np.float32), rtol=2**-10, atol=2**-10)
 
@@ -206,6 +231,40 @@ def test_a_rows_bits_do_not_depend_on_its_company(
         assert np.array_equal(few, together[first : first + len(some)]), f"{len(some)} rows alone have other bits"
     backwards = run(device, sequences, rows[::-1], np.ascontiguousarray(q[::-1]))
     assert np.array_equal(backwards[::-1], together), "the order of the rows shows"
+
+
+@pytest.fixture
+def quads(device: Device) -> None:
+    if not has_quads(device):
+        pytest.skip("quads are sm_90's")
+
+
+@pytest.mark.usefixtures("quads")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "int8"), COMPANY)
+@pytest.mark.parametrize("shared", [4, 9])
+def test_quads_have_the_bits_of_their_pages(
+    device: Device, shared: int, heads: int, kv_heads: int, head_dim: int, int8: bool
+) -> None:
+    """Six rows, of which one has a window and so reads pages; the last of a row's pages may end a quad or not."""
+    lengths = [PAGE * shared + more for more in (1, 64, 130, 190, 200, 300)]
+    sequences = Sequences(lengths, heads, kv_heads, head_dim, shared=shared, int8=int8)
+    rows = [Row(slot, length - 1, 100 if slot == 4 else 0) for slot, length in enumerate(lengths)]
+    q = sequences.queries(len(rows))
+    pages = run(device, sequences, rows, q)
+    check(sequences, rows, q, pages)
+    for group, num_blocks in ((64, None), (64, 1), (4, 3), (1, None)):
+        a = run(device, sequences, rows, q, group=group, num_blocks=num_blocks, quads=True)
+        assert np.array_equal(a, pages), f"quads of {group} rows in {num_blocks} blocks differ"
+
+
+@pytest.mark.usefixtures("quads")
+@pytest.mark.parametrize("kv_heads", [1, 16])
+def test_quads_of_more_tiles_than_a_block_has_warps(device: Device, kv_heads: int) -> None:
+    count = 5 if kv_heads == 1 else 64
+    sequences = Sequences([PAGE * 4 + 1 + i for i in range(count)], 16, kv_heads, 64, shared=4)
+    rows = [Row(slot, length - 1) for slot, length in enumerate(sequences.lengths)]
+    q = sequences.queries(len(rows))
+    assert np.array_equal(run(device, sequences, rows, q, quads=True), run(device, sequences, rows, q))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "int8"), COMPANY)

@@ -35,6 +35,28 @@ def test_mma_accumulates_in_float32(probe: Device) -> None:
     np.testing.assert_allclose(probe.download(out), expected, rtol=0, atol=16 * 2**-24 * 16 * 9)
 
 
+def test_the_order_of_a_step_s_products_does_not_show(probe: Device) -> None:
+    """decode_quads.cuh places the 16 of a step as it likes, and has the bits of kernels that place them otherwise."""
+    rng = np.random.default_rng(6)
+    for size in np.exp2(rng.uniform(-6, 6, 20)):
+        a, b = halves(rng, 16, 16), (size * halves(rng, 8, 16) ** 3).astype(np.float16)
+        order = rng.permutation(16)
+        out = [probe.empty((16, 8), np.float32) for _ in range(2)]
+        run(probe, "multiply", probe.upload(a), probe.upload(b), out[0])
+        placed = probe.upload(np.ascontiguousarray(a[:, order])), probe.upload(np.ascontiguousarray(b[:, order]))
+        run(probe, "multiply", *placed, out[1])
+        assert np.array_equal(probe.download(out[0]), probe.download(out[1]))
+
+
+def test_powers_of_two_are_exact(probe: Device) -> None:
+    """Sums of pages are brought from one exponent to another without rounding."""
+    exponents = np.arange(-126, 128, dtype=np.float16)
+    for some in np.pad(exponents, (0, 2)).reshape(8, 32):
+        pairs, out = np.repeat(some, 2).view(np.uint32), probe.empty((8, 32), np.uint32)
+        run(probe, "arithmetic", *(probe.upload(pairs) for _ in range(3)), out)
+        assert np.array_equal(probe.download(out)[7].view(np.float32), np.ldexp(np.float32(1), some.astype(int)))
+
+
 def test_transposed_matrices(probe: Device) -> None:
     values, out = halves(np.random.default_rng(2), 8, 8), probe.empty((8, 8), np.float16)
     run(probe, "transpose", probe.upload(values), out)

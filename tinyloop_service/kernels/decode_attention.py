@@ -1,5 +1,5 @@
-"""Attention of one token per row against the pages of its sequence: launches kernels_cu/decode_attention.cu, or
-decode_attention_many.cu where a K/V head has more queries than fill a tile.
+"""Attention of one token per row against the pages of its sequence: launches kernels_cu/decode_attention.cu; where a
+K/V head has more queries than fill a tile, decode_attention_many.cu, or with quads decode_attention_wide.cu.
 
 In: queries, pages, and the work list as device arrays.  Out: `a` is written on the device's stream.  Nothing is read on
 the host, and the grid depends on shapes alone: a captured launch stays right when the arrays' contents change.
@@ -13,14 +13,15 @@ import math
 import numpy as np
 
 from tinyloop_service.kernels.device import Argument, Array, Device, Kernel
+from tinyloop_service.kernels.linear import WIDE_ARCH
 from tinyloop_service.kernels.match import match, require
-from tinyloop_service.kernels.page_layout import expected_pool, is_int8
+from tinyloop_service.kernels.page_layout import PAGE_TOKENS, expected_pool, is_int8
 
 MOST_ROWS = 64
 MOST_QUERIES_PER_KV = 16  # they share one tile of queries
 _TILE_QUERIES = 16
 _THREADS = 128
-_BLOCKS_PER_SM = 4  # as many as registers allow
+_BLOCKS_PER_SM, _WIDE_BLOCKS_PER_SM = 4, 2  # as many as registers allow
 _MERGE_DIMS = 64  # of a warp
 _FEW_ROWS = 16
 
@@ -45,6 +46,7 @@ def decode_attention(
     num_kv_heads: int,
     num_blocks: int | None = None,
     many: bool | None = None,
+    quads: bool = False,
     dependent: bool = False,
 ) -> None:
     """a[r, h] = softmax(q[r, h]·K/√D)·V over the positions that row r sees.
@@ -57,17 +59,19 @@ def decode_attention(
     tables      int32 [slots, max_layers, max_blocks]
     items       int32 [max_items, 6]                 slot whose table names the page, block, first entry, 1..64 entries;
                                                      another slot, whose page of the block has the first n tokens too, n
-    num_items   int32 [2]                        items, and those of more than one entry, which come first
+    num_items   int32 [3]                        items; those of more than one entry, which come first; quads among
+                                                 these, again first: items of four pages, of which all rows see all
     entries     int32 [max_entries, 2]               row, ordinal of the split among the row's, ascending from 0
     row_items   int32 [R]                            splits of the row; 0 for a padding row, whose `a` is not written
     position    int32 [R]                            of the row's token
     window      int32 [R]                            0: everything is seen
     partial_o   float32 [R, H, max_blocks, D], partial_ml float32 [R, H, max_blocks, 2]: scratch
 
-    Items that many rows share come first: a block takes items in order, and shared ones cost most.  An item whose n is
-    not 0 may be read through the other slot's page, which must be the same bit for bit up to there; those of one such
-    page belong side by side, behind the shared ones.  The page of a row's token has one entry; in int8 the token is
-    coded and put there.  With `dependent`, positions and all but the newest tokens' K and V must have been written
+    A split is a page or a quad.  Items that many rows share come first: a block takes items in order, and shared ones
+    cost most.  There may be quads, of blocks 4n to 4n + 3, where `quads` says so; they change no bit.  An item whose
+    n is not 0 may be read through the other slot's page, which must be the same bit for bit up to there; those of one
+    such page belong side by side, behind the shared ones.  The page of a row's token has one entry; in int8 the token
+    is coded and put there.  With `dependent`, positions and all but the newest tokens' K and V must have been written
     before a kernel of the stream that was not launched as a dependent one.  For tests: `num_blocks` along the items,
     and the kernel for `many` rows for few as well; bits are the same.
     """
@@ -81,7 +85,7 @@ def decode_attention(
         newest=(newest, "float16", "R, 2, G, D"),
         tables=(tables, "int32", "S, L, B"),
         items=(items, "int32", "I, 6"),
-        num_items=(num_items, "int32", "2"),
+        num_items=(num_items, "int32", "3"),
         entries=(entries, "int32", "N, 2"),
         row_items=(row_items, "int32", "R"),
         position=(position, "int32", "R"),
@@ -94,20 +98,47 @@ def decode_attention(
     require("decode_attention", (newest is None) != is_int8(pool), f"newest is {given}, pool is {pool.dtype}")
     require("decode_attention", rows <= MOST_ROWS, f"{rows} rows, at most {MOST_ROWS} are possible")
     defines = attention_defines(pool, head_dim, heads // num_kv_heads)
-    many = rows * heads > _TILE_QUERIES * num_kv_heads or bool(many)
-    at_once = max(1, _BLOCKS_PER_SM * device.num_sms // num_kv_heads)
+    many = _is_many(rows, heads, num_kv_heads) or bool(many)
+    require("decode_attention", not quads or has_quads(device), f"there are no quads on {device.arch}")
+    at_once = max(1, (_WIDE_BLOCKS_PER_SM if quads else _BLOCKS_PER_SM) * device.num_sms // num_kv_heads)
     # Few rows: room for one wave of shared pages, and a block for each row's own.  Many: what is left over goes to the
     # blocks that were given least.
-    num_blocks = min(sizes["I"], num_blocks or (at_once if many else at_once + rows))
+    num_blocks = min(sizes["I"], num_blocks or (at_once if many or quads else at_once + rows))
     arguments: tuple[Argument, ...] = (
         *(q, pool, newest, tables, items, num_items, entries, position, window, partial_o, partial_ml),
         *map(np.int32, (layer * blocks, sizes["L"] * blocks, rows, heads, num_kv_heads, blocks)),
         softmax_scale(head_dim),
     )
-    kernel = device.kernel("decode_attention_many" if many else "decode_attention", "decode_attention", **defines)
-    device.launch(kernel, (num_kv_heads, num_blocks, 1), _THREADS, arguments, dependent=dependent)
+    stem = "decode_attention_wide" if quads else "decode_attention_many" if many else "decode_attention"
+    kernel = device.kernel(stem, "decode_attention", **defines)
+    shared = _quad_bytes(head_dim, is_int8(pool)) if quads else 0
+    grid = num_kv_heads, num_blocks, 1
+    device.launch(kernel, grid, _THREADS, arguments, shared_bytes=shared, dependent=dependent)
     merge = device.kernel("decode_attention", "decode_attention_merge", **defines)
     _launch_merge(device, merge, row_items, partial_o, partial_ml, a, dependent)
+
+
+def has_quads(device: Device) -> bool:
+    """Whether items may be quads on this device."""
+    return device.arch == WIDE_ARCH
+
+
+def takes_quads(device: Device, rows: int, pages: int, heads: int, num_kv_heads: int) -> bool:
+    """Whether `pages` that so many rows share had better be given as quads: there are enough of them to go round."""
+    enough = pages * num_kv_heads > 2 * device.num_sms
+    return has_quads(device) and _is_many(rows, heads, num_kv_heads) and enough
+
+
+def _quad_bytes(head_dim: int, int8: bool) -> int:
+    """Of shared memory: QuadShared of decode_quads.cuh."""
+    levels = PAGE_TOKENS * head_dim
+    if int8:  # halves of a page; levels and scales of two
+        return 4 * levels + 2 * (2 * levels + PAGE_TOKENS // 8 * 64 + 4 * PAGE_TOKENS)
+    return 8 * levels
+
+
+def _is_many(rows: int, heads: int, num_kv_heads: int) -> bool:
+    return rows * heads > _TILE_QUERIES * num_kv_heads
 
 
 def _launch_merge(

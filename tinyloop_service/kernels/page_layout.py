@@ -13,6 +13,7 @@ from tinyloop_service.kernels.device import Array
 from tinyloop_service.kernels.match import Expected
 
 PAGE_TOKENS = 64
+QUAD_PAGES = 4  # neighbours, from a block that is a multiple of it on, which decode attention folds together
 VERSION = 1  # of all that lies in stored pages, of h too: another one where any of it changes, so that saved state goes
 
 

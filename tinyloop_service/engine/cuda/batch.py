@@ -1,9 +1,10 @@
 """What the attention kernels are told about who reads what, as tables of 32-bit integers.
 
-A *split* is one page: 64 absolute positions of a cache layer.  Decoding: splits that several rows of a batch read
-through the same owner are one item with an entry for each of them, so that a shared prefix is read once.
+A *split* is one page, 64 absolute positions of a cache layer, or a quad, four of them from a multiple of 4 blocks on.
+Decoding: splits that several rows of a batch read through the same owner are one item with an entry for each of them,
+so that a shared prefix is read once.
 
-    items      (owner's slot, block, first entry, number of entries, source's slot, tokens)   the most shared first
+    items      (owner's slot, block, first entry, number of entries, source's slot, tokens)   quads, the most shared …
     entries    (row, ordinal of the split among the row's)                 of one item side by side
     row_items  splits of each row; 0 for padding
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from functools import cache
@@ -31,9 +32,11 @@ from numpy.typing import NDArray
 
 from tinyloop_service.engine.api import PAGE_TOKENS
 from tinyloop_service.engine.cuda.sequences import Sequence
+from tinyloop_service.kernels.page_layout import QUAD_PAGES
 
 Ints = NDArray[np.int32]
 TILE_TOKENS = 64
+TakesQuads = Callable[[int, int], bool]  # of so many rows, so many pages that they share
 Tile = tuple[int, int, int, int, int, int]  # slot, first row, tokens, position of the first, window, shared blocks
 _MOST_TABLES = 8
 _WORD = struct.Struct("i")
@@ -46,12 +49,14 @@ class AttentionTables:
     items: Ints  # (items, 6)
     entries: Ints  # (entries, 2)
     row_items: Ints  # (rows,)
+    num_quads: int = 0  # of the items, the first
 
 
 class SplitTables:
     """`attention_tables`, made again only when a row has come to another block."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_quads: TakesQuads) -> None:
+        self._takes_quads = takes_quads
         self._made: OrderedDict[tuple[object, ...], AttentionTables] = OrderedDict()
 
     def tables(self, rows: Rows[Sequence], num_steps: int) -> AttentionTables:
@@ -64,13 +69,14 @@ class SplitTables:
         end = [(row.length + num_steps - 1) // PAGE_TOKENS + 1 for row in rows]
         key = (*rows, *first, *end)
         if key not in self._made:
-            self._made[key] = attention_tables(rows, np.array(first, np.int32), np.array(end, np.int32))
+            blocks = np.array(first, np.int32), np.array(end, np.int32)
+            self._made[key] = attention_tables(rows, *blocks, self._takes_quads)
             if len(self._made) > _MOST_TABLES:
                 self._made.popitem(last=False)
         return self._made[key]
 
 
-def attention_tables(rows: Rows[Sequence], first: Ints, end: Ints) -> AttentionTables:
+def attention_tables(rows: Rows[Sequence], first: Ints, end: Ints, takes_quads: TakesQuads) -> AttentionTables:
     """Row i reads blocks first[i] … end[i]−1."""
     lowest, highest = int(first.min()), int(end.max())
     blocks = np.arange(lowest, highest, dtype=np.int32)[:, None]
@@ -87,10 +93,15 @@ def attention_tables(rows: Rows[Sequence], first: Ints, end: Ints) -> AttentionT
     items[:, 0], items[:, 1] = read[begins] >> 32, block[begins] + lowest
     items[:, 2], items[:, 3], items[:, 4] = begins, sizes, items[:, 0]
     _name_sources(items, read[begins], rows)
-    by_size = np.lexsort((items[:, 4], -items[:, 5], -sizes))
     entries = np.empty((len(read), 2), np.int32)
     entries[:, 0], entries[:, 1] = reader, block + lowest - first[reader]
-    return AttentionTables(items[by_size], entries, end - first)
+    tables = AttentionTables(items, entries, end - first)
+    quads = _quads(tables, np.array([row.window > 0 for row in rows]))
+    if quads.size and takes_quads(len(rows), QUAD_PAGES * len(quads)):
+        tables = _join(tables, quads)
+    pages = tables.items[tables.num_quads :]
+    pages[:] = pages[np.lexsort((pages[:, 4], -pages[:, 5], -pages[:, 3]))]
+    return tables
 
 
 def _name_sources(items: Ints, keys: NDArray[np.int64], rows: Rows[Sequence]) -> None:
@@ -105,6 +116,37 @@ def _name_sources(items: Ints, keys: NDArray[np.int64], rows: Rows[Sequence]) ->
         at = np.minimum(np.searchsorted(keys, copied[:, 0]), len(keys) - 1)
         seen = keys[at] == copied[:, 0]  # else it lies behind the window
         items[at[seen], 4:] = copied[seen, 1:]
+
+
+def _quads(tables: AttentionTables, has_window: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Of items by owner and block, the first of each four that make a quad: the same rows read all of them."""
+    slot, block, first, count = tables.items[:, :4].T
+    four = np.flatnonzero((block[:-3] % QUAD_PAGES == 0) & (count[:-3] > 1))[:, None] + np.arange(QUAD_PAGES)
+    begin = four[:, :1]
+    alike = (slot[four] == slot[begin]) & (block[four] - block[begin] == four - begin) & (count[four] == count[begin])
+    four = four[alike.all(axis=1)]
+
+    def is_seen(items: NDArray[np.intp]) -> bool:
+        readers = tables.entries[first[items[0]] :][: QUAD_PAGES * count[items[0]], 0].reshape(QUAD_PAGES, -1)
+        return bool((readers == readers[0]).all()) and not has_window[readers[0]].any()
+
+    return np.array([items[0] for items in four if is_seen(items)], np.intp)
+
+
+def _join(tables: AttentionTables, quads: NDArray[np.intp]) -> AttentionTables:
+    """Four items as one, from each of `quads` on; these come first."""
+    items, entries = tables.items.copy(), tables.entries.copy()
+    joins = np.zeros(len(items), np.bool_)  # the item before it
+    joins[quads[:, None] + np.arange(1, QUAD_PAGES)] = True
+    gone = np.repeat(joins, items[:, 3])  # entries
+    split_gone = np.zeros((len(tables.row_items), tables.row_items.max()), np.int32)
+    split_gone[tuple(entries[gone].T)] = 1
+    entries[:, 1] -= split_gone.cumsum(axis=1, dtype=np.int32)[tuple(entries.T)]
+    items[:, 2] -= gone.cumsum(dtype=np.int32)[items[:, 2]]
+    joins[quads] = True
+    items = np.concatenate([items[quads], items[~joins]])
+    row_items = tables.row_items - split_gone.sum(axis=1, dtype=np.int32)
+    return AttentionTables(items, entries[~gone], row_items, len(quads))
 
 
 def _owners(rows: Rows[Sequence], lowest: int, highest: int) -> NDArray[np.int64]:

@@ -31,8 +31,8 @@ class BatchSections:
 class BatchState:
     """What graphs read about their batch: one int32 vector, cut up.  Fixed places, whatever the batch.
 
-    num_items, of these shared ones │ row_slot │ base_length │ window │ row_items │ items │ entries
-    └────────────────────── head: new with every plan ───────────────────────────┘ └─ as long as rows read the same ─┘
+    numbers of items │ row_slot │ base_length │ window │ row_items │ items │ entries
+    └────────────────── head: new with every plan ───────────────┘ └─ as long as rows read the same ─┘
     """
 
     def __init__(self, device: Device, max_rows: int, blocks: int) -> None:
@@ -41,7 +41,7 @@ class BatchState:
         self._head = _ALIGNMENT + 4 * self._max_rows
         self._entries = self._head + _aligned(6 * splits)
         self.words: Array = device.zeros((self._entries + 2 * splits,), np.int32)
-        self.num_items = self.words[:2]
+        self.num_items = self.words[:3]  # all, shared ones, quads
         self.items = self.words[self._head : self._head + 6 * splits].reshape(splits, 6)
         self.entries = self.words[self._entries :].reshape(splits, 2)
         self._there: AttentionTables | None = None  # whose items and entries are on the device
@@ -69,7 +69,7 @@ class BatchState:
         """Collect a batch; rows from len(slots) on are padding."""
         words, head = staging.set_aside(self._head)
         words[:] = 0
-        words[:2] = len(tables.items), np.count_nonzero(tables.items[:, 3] > 1)
+        words[:3] = len(tables.items), np.count_nonzero(tables.items[:, 3] > 1), tables.num_quads
         by_row = words[_ALIGNMENT:].reshape(4, self._max_rows)
         by_row[:3, : len(slots)] = slots, lengths, windows
         by_row[0, len(slots) :] = -1

@@ -1,4 +1,4 @@
-"""The decode step: a batch of rows, one token each, as a CUDA graph per (padded rows, loops).
+"""The decode step: a batch of rows, one token each, as a CUDA graph per (padded rows, loops, with quads or without).
 
     embed      token[slot] → x, position                        fold_norm, linear_logits, sample
     for each layer of the schedule:                                   at the end, which moves token and length on
@@ -24,7 +24,7 @@ from tinyloop_service.engine.cuda.projection import Projection, Tokens
 from tinyloop_service.engine.cuda.schedule import Layer, Schedule, schedule_of
 from tinyloop_service.engine.cuda.stream import DecodeStream, Given
 from tinyloop_service.engine.cuda.weights import DeviceModel
-from tinyloop_service.kernels.decode_attention import decode_attention
+from tinyloop_service.kernels.decode_attention import decode_attention, takes_quads
 from tinyloop_service.kernels.device import Device, Graph
 from tinyloop_service.kernels.embed import embed
 from tinyloop_service.kernels.linear import linear_gate_up, linear_logits, linear_partials, takes_columns
@@ -53,7 +53,8 @@ class Decoder:
         self.batch = BatchState(device, rows, max_blocks(spec))
         self.outputs = Outputs(device, rows, max_steps)
         self._schedules: dict[int, Schedule] = {}
-        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._graphs: dict[tuple[int, int, bool], Graph] = {}
+        self._most_pages = max_blocks(spec)
         self._draws: dict[int, Graph] = {}
         self._stream = DecodeStream(device, spec, rows)
         self.y = self._stream.y  # fp16 [rows, d_model]: what `draw` draws from
@@ -75,30 +76,40 @@ class Decoder:
     def padded(self, rows: int) -> int:
         return next(count for count in self.row_counts if count >= rows)
 
+    def takes_quads(self, rows: int, pages: int) -> bool:
+        """Whether attention of so many rows had better be given so many pages that they share as quads."""
+        spec = self._model.spec
+        return takes_quads(self._device, self.padded(rows), pages, spec.n_heads, spec.n_kv_heads)
+
+    def kinds(self, rows: int) -> tuple[bool, ...]:
+        """Whether batches of so many rows are without quads, with them."""
+        return (False, True) if self.takes_quads(rows, self._most_pages) else (False,)
+
     def schedule(self, loops: int) -> Schedule:
         if loops not in self._schedules:
             self._schedules[loops] = schedule_of(self._model, loops)
         return self._schedules[loops]
 
-    def capture(self, rows: int, loops: int) -> None:
+    def capture(self, rows: int, loops: int, quads: bool) -> None:
         """Make the graphs of `rows` padded rows, if there are none.  The batch that is loaded is not advanced."""
         if rows not in self._draws:
             self._draws[rows] = self._device.capture(lambda: self._draw(rows))
-        if (rows, loops) in self._graphs:
+        if (rows, loops, quads) in self._graphs:
             return
         schedule = self.schedule(loops)
-        self._graphs[rows, loops] = self._device.capture(lambda: self._step(rows, schedule))
+        self._graphs[rows, loops, quads] = self._device.capture(lambda: self._step(rows, schedule, quads))
 
     def rehearse(self, rows: int, loops: int) -> None:
         """Launch everything that `run` and `draw` can launch, for `Device.prepare`."""
-        self._step(rows, self.schedule(loops))
+        for quads in self.kinds(rows):
+            self._step(rows, self.schedule(loops), quads)
         self._draw(rows)
 
-    def run(self, rows: int, loops: int, num_steps: int) -> None:
+    def run(self, rows: int, loops: int, num_steps: int, quads: bool) -> None:
         """`num_steps` steps of the batch that is loaded, `rows` padded rows."""
-        self.capture(rows, loops)
+        self.capture(rows, loops, quads)
         for _ in range(num_steps):
-            self._graphs[rows, loops].launch()
+            self._graphs[rows, loops, quads].launch()
 
     def draw(self, rows: int) -> None:
         """Logits of `y[:rows]`, padded, and a token for each row of the batch that is loaded, at its length."""
@@ -114,18 +125,18 @@ class Decoder:
     def _draw(self, rows: int) -> None:
         self._sample(rows, Given(self.y[:rows], columns=False, dependent=False), advance=False)
 
-    def _step(self, rows: int, schedule: Schedule) -> None:
+    def _step(self, rows: int, schedule: Schedule, quads: bool) -> None:
         arena, tokens = self._arena, Tokens(self.batch.row_slot(rows), self._position[:rows])
         embed(
             self._device, self._model.embed, tokens.slots, arena.token, arena.length, self._stream.begin(rows),
             tokens.positions,
         )  # fmt: skip
         for layer in schedule.layers:
-            self._attend(tokens, layer)
+            self._attend(tokens, layer, quads)
             self._mlp(rows, layer)
         self._sample(rows, self._stream.fold(schedule.final, self._model.head), advance=True)
 
-    def _attend(self, tokens: Tokens, layer: Layer) -> None:
+    def _attend(self, tokens: Tokens, layer: Layer, quads: bool) -> None:
         """From the stream to what the o linear adds to it."""
         rows, arena, batch, packed = tokens.slots.shape[0], self._arena, self.batch, layer.block.o.packed
         q = self._q[:rows]
@@ -133,7 +144,8 @@ class Decoder:
         decode_attention(
             self._device, q, arena.pool, newest, arena.tables, layer.index, batch.items, batch.num_items,
             batch.entries, batch.row_items(rows), tokens.positions, batch.window(rows), self._partial_o[:rows],
-            self._partial_ml[:rows], self._a[:rows], num_kv_heads=self._model.spec.n_kv_heads, dependent=True,
+            self._partial_ml[:rows], self._a[:rows], num_kv_heads=self._model.spec.n_kv_heads, quads=quads,
+            dependent=True,
         )  # fmt: skip
         linear_partials(self._device, packed, self._a[:rows], self._stream.joining(packed), dependent=True)
 

@@ -177,7 +177,8 @@ class CudaEngine:
         check_products(machine.device, machine.prompt, schedule)
         say("capturing graphs")
         for rows in decoder.row_counts:
-            decoder.capture(rows, loops)
+            for quads in decoder.kinds(rows):
+                decoder.capture(rows, loops, quads)
         machine.prompt.capture_common(schedule, loops, captured)
         if machine.hidden is not None:
             machine.hidden.capture_common(loops)

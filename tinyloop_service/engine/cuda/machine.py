@@ -117,7 +117,7 @@ class Machine:
     def _run_decode(self, work: DecodeWork, flight: Flight) -> None:
         decoder = self.decoder
         decoder.batch.load(flight.staging, work.batch.tables)
-        decoder.run(work.rows, work.loops, work.num_steps)
+        decoder.run(work.rows, work.loops, work.num_steps, work.quads)
         flight.receive(work.batch.sequences, work.batch.logprobs, decoder.outputs.of(work.rows, work.num_steps))
 
     def _draw(self, batch: Batch, flight: Flight) -> None:

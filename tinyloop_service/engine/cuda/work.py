@@ -67,6 +67,7 @@ class DecodeWork:
     loops: int
     rows: int  # padded
     num_steps: int
+    quads: bool  # among its splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Planner:
         self._table, self._pages, self._arena, self._sampler = table, pages, arena, sampler
         self._states = states
         self._decoder, self._prompt, self._debug = decoder, prompt, debug
-        self._splits = SplitTables()
+        self._splits = SplitTables(decoder.takes_quads)
 
     def work(self, plan: Plan, staging: Staging) -> Work:
         lengths: dict[int, int] = {}  # by slot
@@ -261,10 +262,11 @@ class Planner:
         for loops in dict.fromkeys([sequence.loops for sequence in sequences]):
             alike = [sequence for sequence in sequences if sequence.loops == loops]
             for part in _cut(alike, self._decoder.max_rows):
-                batch = self._batch(part, self._splits.tables(part, num_steps), staging)
+                tables = self._splits.tables(part, num_steps)
+                batch = self._batch(part, tables, staging)
                 for sequence in part:
                     sequence.length += num_steps
-                yield DecodeWork(batch, loops, self._decoder.padded(len(part)), num_steps)
+                yield DecodeWork(batch, loops, self._decoder.padded(len(part)), num_steps, tables.num_quads > 0)
 
     def _batch(self, rows: Listed[Sequence], tables: AttentionTables, staging: Staging) -> Batch:
         sections = self._decoder.batch.stage(

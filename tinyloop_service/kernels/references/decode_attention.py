@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.kernels.page_layout import PAGE_TOKENS
+from tinyloop_service.kernels.page_layout import PAGE_TOKENS, QUAD_PAGES
 from tinyloop_service.kernels.references.page_views import int8_page, page_views
 
 Array = NDArray[Any]
+Sums = tuple[Array, Array, Array]  # of pages: o [H, D], m and l [H]
 
 
 def decode_attention(
@@ -38,17 +39,22 @@ def decode_attention(
     """Writes `a`, the partials on the way there, and in int8 the rows' tokens to their pages."""
     heads, head_dim = partial_o.shape[1], partial_o.shape[3]
     queries = q.reshape(len(q), num_kv_heads, heads // num_kv_heads, head_dim).astype(np.float32)
-    for slot, block, first, count, *_ in items[: int(num_items[0])].tolist():  # the others only save reading
-        stored, last = pool[tables[slot, layer, block]], int(entries[first, 0])
+    for nth, (slot, block, first, count, *_) in enumerate(items[: int(num_items[0])].tolist()):
+        blocks = range(block, block + (QUAD_PAGES if nth < num_items[2] else 1))
+        last = int(entries[first, 0])
         if newest is not None and count == 1 and position[last] // PAGE_TOKENS == block:
+            stored = pool[tables[slot, layer, block]]
             page_views(stored, num_kv_heads).put(position[last] % PAGE_TOKENS, *newest[last])
-        page = read_page(stored, num_kv_heads)
+        pages = [read_page(pool[tables[slot, layer, each]], num_kv_heads) for each in blocks]
         for row, ordinal in entries[first : first + count].tolist():
-            at = np.arange(block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS)
-            hidden = (at > position[row]) | ((at <= position[row] - window[row]) & (window[row] > 0))
-            o, m, total = attend_page(queries[row], page, hidden)
-            partial_o[row, :, ordinal] = o.reshape(heads, head_dim)
-            partial_ml[row, :, ordinal, 0], partial_ml[row, :, ordinal, 1] = m.ravel(), total.ravel()
+            sums = begin_sums(heads, head_dim)
+            for each, page in zip(blocks, pages, strict=True):
+                at = np.arange(each * PAGE_TOKENS, (each + 1) * PAGE_TOKENS)
+                hidden = (at > position[row]) | ((at <= position[row] - window[row]) & (window[row] > 0))
+                sums = fold(sums, *attend_page(queries[row], page, hidden))
+            partial_o[row, :, ordinal], m, mass = sums
+            ends_quad = blocks[-1] % QUAD_PAGES == QUAD_PAGES - 1
+            partial_ml[row, :, ordinal, 0], partial_ml[row, :, ordinal, 1] = m, -mass if ends_quad else mass
     for row in np.flatnonzero(row_items):
         a[row] = merge(partial_o[row, :, : row_items[row]], partial_ml[row, :, : row_items[row]]).ravel()
 
@@ -76,24 +82,44 @@ def read_page(page: Array, num_kv_heads: int) -> Page:
     return Page(halves.keys.astype(np.float32), halves.values.astype(np.float32), ones, ones, 0)
 
 
-def attend_page(q: Array, page: Page, hidden: Array) -> tuple[Array, Array, Array]:
-    """q [G, H/G, D] against a page: o [G, H/G, D], m and l [G, H/G]."""
+def attend_page(q: Array, page: Page, hidden: Array) -> Sums:
+    """q [G, H/G, D] against a page: o [H, D], m and l [H]."""
     scale = np.float32(math.log2(math.e) / math.sqrt(q.shape[-1]))
     scores = q @ page.keys.transpose(0, 2, 1) * page.key_scales  # (G, H/G, 64)
     scores[..., hidden] = -np.inf
-    m = scores.max(axis=-1) * scale - np.float32(page.weight_bits)
+    m = np.ceil(scores.max(axis=-1) * scale) - np.float32(page.weight_bits)
     weights = np.exp2(scores * scale - _base(m)[..., None])
+    unit = np.float32(2.0 ** (page.weight_bits - 18))  # of what a weight counts for: sums are exact
+    masses = np.rint(weights / unit) * unit
     o = (weights * page.value_scales).astype(np.float16).astype(np.float32) @ page.values.transpose(0, 2, 1)
-    return o, m, weights.sum(axis=-1)
+    return o.reshape(-1, q.shape[-1]), m.ravel(), masses.sum(axis=-1).ravel()
+
+
+def begin_sums(heads: int, head_dim: int) -> Sums:
+    """Of nothing."""
+    return np.zeros((heads, head_dim), np.float32), np.full(heads, -np.inf, np.float32), np.zeros(heads, np.float32)
+
+
+def fold(sums: Sums, o: Array, m: Array, mass: Array) -> Sums:
+    """Those of some pages of a quad, and the next one's."""
+    top = np.maximum(sums[1], m)
+    before, after = np.exp2(sums[1] - _base(top)), np.exp2(m - _base(top))
+    return before[:, None] * sums[0] + after[:, None] * o, top, before * sums[2] + after * mass
 
 
 def merge(o: Array, ml: Array) -> Array:
-    """o [H, splits, D], (m, l) [H, splits, 2] → [H, D], splits in ascending order."""
-    factor = np.exp2(ml[..., 0] - _base(ml[..., 0].max(axis=-1))[..., None])  # (H, splits)
-    numerator, denominator = np.zeros_like(o[:, 0]), np.zeros_like(ml[:, 0, 0])
-    for split in range(o.shape[1]):
-        numerator += factor[:, split, None] * o[:, split]
-        denominator += factor[:, split] * ml[:, split, 1]
+    """o [H, splits, D], (m, l) [H, splits, 2], l negative at the end of a quad → [H, D], splits in ascending order."""
+    heads, splits, head_dim = o.shape
+    base = _base(ml[..., 0].max(axis=-1))
+    numerator, denominator = np.zeros((heads, head_dim), np.float32), np.zeros(heads, np.float32)
+    quad = begin_sums(heads, head_dim)
+    for split in range(splits):
+        quad = fold(quad, o[:, split], ml[:, split, 0], np.abs(ml[:, split, 1]))
+        if split + 1 == splits or np.signbit(ml[0, split, 1]):
+            factor = np.exp2(quad[1] - base)
+            numerator += factor[:, None] * quad[0]
+            denominator += factor * quad[2]
+            quad = begin_sums(heads, head_dim)
     return (numerator / denominator[:, None]).astype(np.float16)
 
 
