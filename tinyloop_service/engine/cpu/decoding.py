@@ -22,7 +22,7 @@ import numpy as np
 from tinyloop_service.engine.api import PAGE_TOKENS, SequenceId
 from tinyloop_service.engine.cpu.attention import AttentionKernels
 from tinyloop_service.engine.cpu.memory import HALF_SPLIT, Arena, SplitRange, Stretch
-from tinyloop_service.engine.cpu.rows import Fold, RowArrays, Step, fold_steps, folds_over, hidden
+from tinyloop_service.engine.cpu.rows import Fold, RowArrays, Step, fold_steps, folds_over, hidden, most_widened
 from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.cpu.sequences import Sequence, SequenceTable, inherited_ranges, inherited_split
 from tinyloop_service.engine.spec import ModelSpec
@@ -203,14 +203,18 @@ class DecodeGroup:
         for i, folds in enumerate(self._own):
             steps += fold_steps(self._kernels, folds, layer, rows.rows(i, i + 1), going_on=going_on)
         for arena, at, mask in self._placed_arenas():
-            steps.append(self._arena_step(layer, rows.rows(at.start, at.stop), arena, mask, going_on=going_on))
+            steps += self._arena_steps(layer, rows.rows(at.start, at.stop), arena, mask, going_on=going_on)
         return steps
 
-    def _arena_step(self, layer: int, rows: RowArrays, arena: Arena, mask: Array, *, going_on: bool) -> Step:
-        inputs = {"q": rows.q, "mask": mask, **arena.arrays(layer)}
-        if going_on:
-            inputs |= rows.state.named("_in")
-        return self._kernels.own(going_on=going_on).bind(inputs, {"a": rows.a})
+    def _arena_steps(self, layer: int, rows: RowArrays, arena: Arena, mask: Array, *, going_on: bool) -> Iterator[Step]:
+        kv = arena.arrays(layer)
+        most = most_widened(kv["k"][0].size)
+        for start in range(0, len(mask), most):
+            at, some = slice(start, start + most), rows.rows(start, start + most)
+            inputs = {"q": some.q, "mask": mask[at], "k": kv["k"][at], "v": kv["v"][at]}
+            if going_on:
+                inputs |= some.state.named("_in")
+            yield self._kernels.own(going_on=going_on).bind(inputs, {"a": some.a})
 
     def _store(self, layer: int, rows: RowArrays) -> Step:
         pool, pages, slots, stored = self._table.pool, self._pages[layer], self._slots, rows.stored

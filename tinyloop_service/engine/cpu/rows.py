@@ -20,6 +20,7 @@ from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.spec import ModelSpec
 
 _FOLD_ROWS = 2048  # splits × rows of one fold
+_WIDENED_BYTES = 4 << 20  # of K, and as many of V, that one call makes float32: they stay in the cache
 
 Step = Callable[[], object]
 
@@ -90,13 +91,19 @@ class Fold:
             self.mask[:, 0, 0] = hidden(at, positions[:, None], window)
 
 
+def most_widened(values: int) -> int:
+    """How many pieces, of so many values of K each, one call of attention takes."""
+    return max(1, _WIDENED_BYTES // (4 * values))
+
+
 def folds_over(ranges: Iterable[SplitRange], rows: int, window: int) -> list[Fold]:
     """Cut ranges into folds of a size that stays in the cache; where they are cut changes no bit."""
     folds = []
     most_splits = min(MOST_SPLITS, max(1, _FOLD_ROWS // rows))
     for splits in ranges:
-        for first in range(splits.first, splits.end, most_splits):
-            piece = SplitRange(splits.track, first, min(first + most_splits, splits.end))
+        most = min(most_splits, most_widened(splits.track.kv[0, 0, 0].size))
+        for first in range(splits.first, splits.end, most):
+            piece = SplitRange(splits.track, first, min(first + most, splits.end))
             mask = np.zeros((piece.num_splits, 1, 1, rows, PAGE_TOKENS), np.float32) if window else None
             folds.append(Fold(piece, mask))
     return folds
