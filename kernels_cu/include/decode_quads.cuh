@@ -8,8 +8,8 @@
 //   K   [D/64][64 tokens][64 dims]     tokens and dims so ordered; 16-byte pieces of a row swizzled (ptx_sm90.cuh)
 //   V   [8][D dims][8 tokens]          tokens so ordered
 //
-// In shared memory: halves of two pages, which come by copies of four elements; or the levels of two, and the halves of
-// one, which all threads make of levels while the tensor cores work: of V while K is multiplied, of the next K while V is.
+// In shared memory: halves of two pages, which come by copies of four elements; or the levels of two, of which all threads
+// make halves of one before they multiply it.
 #pragma once
 
 #include "decode_many.cuh"
@@ -50,9 +50,10 @@ struct LevelsOfPage : SharedScales {
 struct alignas(1024) QuadShared {
   HalvesOfPage halves;
   LevelsOfPage landed[kQuadSlots];
+  SharedScales of_halves;
 
   DEVICE const HalvesOfPage& page(int) const { return halves; }
-  DEVICE const SharedScales& scales(int n) const { return landed[n % kQuadSlots]; }
+  DEVICE const SharedScales& scales() const { return of_halves; }
 };
 
 // Asks for a page, as the nth.
@@ -120,40 +121,19 @@ DEVICE void widen_values(unsigned char* values, const LevelsOfPage& landed) {
   }
 }
 
-DEVICE void make_keys(QuadShared& shared, int n) {
-  if (n < kQuadPages) widen_keys(shared.halves.keys, shared.landed[n % kQuadSlots]);
-  fence_for_wgmma();
-}
-
-// The first page has landed.
-DEVICE void begin_pages(QuadShared& shared) {
+// The nth page has landed, and nobody still reads the one before; `ask` asks for a later one.
+template <class Ask>
+DEVICE void begin_page(QuadShared& shared, int n, Ask ask) {
+  const LevelsOfPage& landed = shared.landed[n % kQuadSlots];
   cp_async_wait<kQuadSlots - 1>();
   __syncthreads();
-  make_keys(shared, 0);
-  __syncthreads();
-}
-
-// While K of page n is multiplied.
-DEVICE void under_scores(QuadShared& shared, int n) {
-  widen_values(shared.halves.values, shared.landed[n % kQuadSlots]);
+  widen_keys(shared.halves.keys, landed);
+  widen_values(shared.halves.values, landed);
+  shared.of_halves.copy_scales(landed.of_keys, landed.of_values,
+                               [](uint4* to, const uint4* scales, int) { *to = *scales; });
   fence_for_wgmma();
-}
-
-// V of page n is there, and the next page; nobody still reads K and what page n came in.
-template <class Ask>
-DEVICE void before_mix(int n, Ask ask) {
-  cp_async_wait<0>();
   __syncthreads();
   ask(n + kQuadSlots);
-}
-
-// While V of page n is multiplied.
-DEVICE void under_mix(QuadShared& shared, int n) { make_keys(shared, n + 1); }
-
-// K of the next page is there, and nobody still reads V of page n.
-template <class Ask>
-DEVICE void end_page(int, Ask) {
-  __syncthreads();
 }
 
 #else
@@ -162,7 +142,7 @@ struct alignas(1024) QuadShared {
   HalvesOfPage pages[kQuadSlots];
 
   DEVICE const HalvesOfPage& page(int n) const { return pages[n % kQuadSlots]; }
-  DEVICE SharedScales scales(int) const { return {}; }
+  DEVICE SharedScales scales() const { return {}; }
 };
 
 DEVICE void ask_for_page(QuadShared& shared, int n, const PageHead& from) {
@@ -186,26 +166,13 @@ DEVICE void ask_for_page(QuadShared& shared, int n, const PageHead& from) {
   }
 }
 
-DEVICE void begin_pages(QuadShared&) {
-  cp_async_wait<kQuadSlots - 1>();
+template <class Ask>
+DEVICE void begin_page(QuadShared&, int n, Ask ask) {
+  if (n == 0) cp_async_wait<kQuadSlots - 1>();
+  else cp_async_wait<kQuadSlots - 2>();
   fence_for_wgmma();
   __syncthreads();
-}
-
-DEVICE void under_scores(QuadShared&, int) {}
-
-template <class Ask>
-DEVICE void before_mix(int, Ask) {}
-
-DEVICE void under_mix(QuadShared&, int) {}
-
-// The next page is there, and nobody still reads page n.
-template <class Ask>
-DEVICE void end_page(int n, Ask ask) {
-  cp_async_wait<0>();
-  fence_for_wgmma();
-  __syncthreads();
-  ask(n + kQuadSlots);
+  if (n > 0) ask(n - 1 + kQuadSlots);
 }
 
 #endif
@@ -230,10 +197,9 @@ DEVICE void load_queries(QuadQueries& held, const u16* q, const Query (&queries)
   }
 }
 
-// Pieces of odd number summed by themselves, as `score` does.  `meanwhile` is done while the tensor cores work.
-template <class Meanwhile>
+// Pieces of odd number summed by themselves, as `score` does.
 DEVICE void score_page(StepScores (&scores)[kSteps], const QuadQueries& queries, const unsigned char* keys,
-                       const SharedScales& scales, Meanwhile meanwhile) {
+                       const SharedScales& scales) {
   float even[2 * kSteps][4], odd[2 * kSteps][4];
   const SharedMatrix matrix = swizzled_matrix(keys);
   wgmma_fence();
@@ -241,7 +207,6 @@ DEVICE void score_page(StepScores (&scores)[kSteps], const QuadQueries& queries,
   for (int s = 0; s < kDimSteps; ++s)
     wgmma(s / 2 % 2 ? odd : even, queries[s], matrix + (s / 4 * kKeyBlockBytes + s % 4 * kKeyStepBytes), s >= 4 || s % 2);
   wgmma_commit();
-  meanwhile();
   wgmma_wait<0>();
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
@@ -266,8 +231,7 @@ DEVICE void begin(QuadSums& sums) {
 }
 
 // Adds a page's, which is weighed.
-template <class Meanwhile>
-DEVICE void add_page(QuadSums& sums, const PageWeights<2>& weights, const unsigned char* values, Meanwhile meanwhile) {
+DEVICE void add_page(QuadSums& sums, const PageWeights<2>& weights, const unsigned char* values) {
   float before[2], of_page[2];  // factors, powers of two
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -288,7 +252,6 @@ DEVICE void add_page(QuadSums& sums, const PageWeights<2>& weights, const unsign
       wgmma(o, a, matrix + (s * 2 * kStripBytes + group * kStripBytes / 2), s > 0);
     }
     wgmma_commit();
-    if (group == 0) meanwhile();
     wgmma_wait<0>();
 #pragma unroll
     for (int n = 0; n < kGroupTiles; ++n)
@@ -351,27 +314,28 @@ DEVICE void attend_quad(const Partials& partials, QuadShared& shared, const u16*
 #pragma unroll 1
   for (int first = 0; first * kTileEntries < unit.num_entries; first += kWarps) {
     const Query queries[2] = {query_of(first + warp, g, unit, entries), query_of(first + warp, g + 8, unit, entries)};
-    if (first > 0) ask_for_first(shared, pages, lists);
+    if (first > 0) {
+      __syncthreads();  // nobody still reads the last pages
+      ask_for_first(shared, pages, lists);
+    }
     QuadQueries held;
     QuadSums sums;
     load_queries(held, q, queries, lists.num_heads);
     if (first == 0) meanwhile();
     begin(sums);
-    begin_pages(shared);
 #pragma unroll 1
     for (int n = 0; n < kQuadPages; ++n) {
-      const auto ask = [&](int next) { ask_for(shared, pages, next, lists); };
-      const auto& scales = shared.scales(n);
+      begin_page(shared, n, [&](int next) { ask_for(shared, pages, next, lists); });
+      const HalvesOfPage& page = shared.page(n);
+      const auto& scales = shared.scales();
       StepScores scores[kSteps];
       StepScales of_values[kSteps];
       PageWeights<2> weights;
-      score_page(scores, held, shared.page(n).keys, scales, [&] { under_scores(shared, n); });
+      score_page(scores, held, page.keys, scales);
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) of_values[s] = scales.value_scales(element_of_lane(s), element_of_lane(s) + 16);
       weigh_page(weights, scores, whole, of_values, scale);
-      before_mix(n, ask);
-      add_page(sums, weights, shared.page(n).values, [&] { under_mix(shared, n); });
-      end_page(n, ask);
+      add_page(sums, weights, page.values);
     }
     store(partials, sums, queries, unit.block + kQuadPages - 1, lists);
   }
