@@ -160,19 +160,20 @@ struct Alone {
   DEVICE int first(int index) const { return num_shared + (index - num_shared) * kWarps; }
 };
 
-// Before all else that the block does with what the kernel before wrote: its rows' newest tokens, into their pages.
+// Before all else that the block does with what the kernel before wrote: its rows' newest tokens, into their pages, where
+// they are not there already.
 DEVICE void put_newest(const Alone& alone, int round, const Lists& lists, const Batch& batch) {
-  if (sizeof(Stored) > 1) return;  // they are there
+  if constexpr (kCodesNewest) {
 #pragma unroll 1
-  for (int index = index_of_round(round, lists.rank);; index = index_of_round(++round, lists.rank)) {
-    if (index < alone.num_shared) continue;
-    const int item = alone.first(index) + static_cast<int>(threadIdx.x / 32);
-    if (alone.first(index) >= alone.num_items) return;
-    if (item >= alone.num_items) continue;
-    const Unit unit = read_unit(lists.items[item], lists);
-    const Entry entry = read_entry(unit.first_entry, unit, lists, batch);
-    const int place = place_of_newest(entry.sight);
-    if (place >= 0) put_in_page(page_head(lists, unit.page), alone.newest, entry.row, lists, place);
+    for (int index = index_of_round(round, lists.rank); alone.first(index) < alone.num_items;
+         index = index_of_round(++round, lists.rank)) {
+      const int item = alone.first(index) + static_cast<int>(threadIdx.x / 32);
+      if (index < alone.num_shared || item >= alone.num_items) continue;
+      const Unit unit = read_unit(lists.items[item], lists);
+      const Entry entry = read_entry(unit.first_entry, unit, lists, batch);
+      const int place = place_of_newest(entry.sight);
+      if (place >= 0) put_in_page(page_head(lists, unit.page), alone.newest, entry.row, lists, place);
+    }
   }
 }
 

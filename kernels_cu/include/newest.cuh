@@ -11,6 +11,7 @@
 #include "page_sums.cuh"
 
 constexpr int kKey = 0, kValue = 1;
+constexpr bool kCodesNewest = sizeof(Stored) == 1;
 
 #ifdef TL_INT8
 
