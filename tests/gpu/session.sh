@@ -5,8 +5,9 @@
 #     kernels engine bench-kernels bench-prefix bench-scaling sanitize
 #
 # PYTHON (python3): an interpreter that has TinyLoop's dependencies, pytest with pytest-xdist, and CuPy; TinyLoop itself
-# need not be installed.  GPU_TEST_JOBS (4): test processes side by side.  Every part has a time limit; one that fails or
-# runs out of time does not stop the next.  The status is the number of parts that failed.
+# need not be installed, but for bench-prefix, whose server says its version.  GPU_TEST_JOBS (4): test processes side by
+# side.  Every part has a time limit; one that fails or runs out of time does not stop the next.  The status is the number
+# of parts that failed.
 set -u
 cd "$(dirname "$0")/../.."
 
