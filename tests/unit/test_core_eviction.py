@@ -209,6 +209,29 @@ def test_nothing_is_evicted_for_a_build_that_would_only_share_time(length: int, 
     assert [driver.state(uid) for uid in (kept, first, second)] == ["evicted", "ready", "ready"]
 
 
+def test_who_needs_no_room_does_not_wait_for_a_build_that_yields() -> None:
+    """The second build has aged, and is next once the first has ended; a build for which there is room waits for it."""
+    driver = Driver(dataclasses.replace(SMALL, num_pages=44, max_seq_len=700))
+    driver.create("hot", tokens(64))
+    driver.run()
+    kept = driver.create("kept", tokens(500, 9))
+    driver.run()
+    first = driver.create("first", tokens(600, 1))
+    driver.step()
+    second = driver.create("second", tokens(600, 2))
+    driver.step()
+    driver.now_ns += SchedulerSettings().aging_ns
+    request = driver.submit(GenerationRequest((1,), 3, prefix="hot"))
+    third = driver.create("third", tokens(100, 3))
+    driver.run(until=lambda: driver.requests[request].admitted is not None)
+    assert driver.state(first) == "building" and driver.state(kept) == "ready"
+    driver.run(until=lambda: driver.state(first) == "ready")
+    assert driver.info(third).build_start_ns == 0
+    driver.run()
+    assert builds(driver) == 5 and driver.state(kept) == "evicted"
+    assert driver.info(second).build_start_ns <= driver.info(third).build_start_ns
+
+
 def idle_chain() -> Driver:
     """A prefix and its child, READY, their active forms dropped under pressure."""
     driver = Driver(dataclasses.replace(ACTIVE, num_pages=40))

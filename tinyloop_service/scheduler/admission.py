@@ -12,7 +12,8 @@ waits for before others, each least recently used first.  Three rules keep this 
   prefix built for one request is still there when its turn comes.
 - Nobody evicts for a build that would only share the engine's time with another.  Both would end late, and what was
   evicted is missed meanwhile.  One that is much shorter than the others need not wait for them.
-- Younger ones may overtake one that lacks room, until it has waited `aging_ns`; from then on it is next.
+- Younger ones may overtake one that lacks room, until it has waited `aging_ns`; from then on it is next.  One that
+  could make room and waits for another's build is then still overtaken by those who need none to be made.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Turn(Enum):
 
     MOVED = "moved"  # admitted, or a build was started for it
     WAITS = "waits"  # for a build that runs, or the next plan
+    YIELDS = "yields"  # it would make room for a build, which others' builds are in the way of
     LACKS_ROOM = "lacks room"
 
 
@@ -106,18 +108,22 @@ class Admission:
     def admit(self, draft: Draft, now_ns: int) -> None:
         """Move everybody who can move, oldest first."""
         self._line.let_in(now_ns)
-        overtaken = 0
+        overtaken, one_is_next = 0, False
         for order, job, since_ns in self._line.queued():
             if not still_waits(job, order):
                 self._line.remove(order)
                 continue
+            if one_is_next and not self._has_room(job):
+                continue
             turn = self._advance(order, job, draft, now_ns)
             if turn is Turn.MOVED and not still_waits(job, order):
                 self._line.remove(order)
+            has_aged = now_ns - since_ns >= self._settings.aging_ns
+            one_is_next |= turn is Turn.YIELDS and has_aged
             if turn is not Turn.LACKS_ROOM:
                 continue
             overtaken += 1
-            if now_ns - since_ns >= self._settings.aging_ns or overtaken > self._settings.max_overtaken:
+            if has_aged or overtaken > self._settings.max_overtaken:
                 return
 
     def take_impossible(self) -> list[tuple[Job, OutOfMemory]]:
@@ -153,11 +159,20 @@ class Admission:
         if draft.restores and self._prefixes.snapshots.state_for(missing) is not None:
             return Turn.WAITS  # for the next plan: copying a state takes the engine longer than a step
         ancestors = chain[: chain.index(missing)]
-        if not self._start_build(order, missing, ancestors, draft, now_ns):
-            return Turn.LACKS_ROOM
+        turn = self._start_build(order, missing, ancestors, draft, now_ns)
+        if turn is not Turn.MOVED:
+            return turn
         if isinstance(job, Request) and missing.sequence is not None and missing.sequence.id in self._sequences.feeds:
             job.cached_tokens = min(job.cached_tokens, missing.recipe.extent.start)
-        return Turn.MOVED
+        return turn
+
+    def _has_room(self, job: Job) -> bool:
+        """Whether it can be admitted with what is free: nothing is built or dropped for it."""
+        if not isinstance(job, Request):
+            return False
+        chain = job.prefix.chain() if job.prefix is not None else []
+        is_ready = all(prefix.state is PrefixState.READY for prefix in chain)
+        return is_ready and job.num_pages + self._inactive_pages(chain) <= self._pool.free
 
     def _admit_request(self, request: Request, chain: list[Prefix], draft: Draft, now_ns: int) -> Turn:
         pages = request.num_pages + self._inactive_pages(chain)
@@ -168,15 +183,15 @@ class Admission:
         self._requests.admit(request, now_ns)
         return Turn.MOVED
 
-    def _start_build(self, order: int, prefix: Prefix, ancestors: list[Prefix], draft: Draft, now_ns: int) -> bool:
+    def _start_build(self, order: int, prefix: Prefix, ancestors: list[Prefix], draft: Draft, now_ns: int) -> Turn:
         assert prefix.state is not PrefixState.FAILED, "somebody waits for a prefix that failed"
         extent = prefix.recipe.extent
         pages = extent.peak_pages(self._limits) + extent.active_pages(self._limits) + self._inactive_pages(ancestors)
         state = self._prefixes.snapshots.state_for(prefix)
         if state is None and pages > self._pool.free and self._would_share(extent.end - extent.start):
-            return False
+            return Turn.YIELDS
         if not self._make_room(pages, 1, order, ancestors, draft):
-            return False
+            return Turn.LACKS_ROOM
         self._activate(ancestors, draft)
         sequence = self._prefixes.start_build(prefix, now_ns)
         prefix.wanted_order = None
@@ -184,7 +199,7 @@ class Admission:
             draft.restore(sequence, state)
         else:
             self._sequences.feed(Feed(sequence, prefix.recipe.tokens[extent.start :], order))
-        return True
+        return Turn.MOVED
 
     def _would_share(self, num_tokens: int) -> bool:
         """Builds that are at most twice as long have so much left that a plan does not hold it beside this one."""
