@@ -157,6 +157,23 @@ def test_a_server_that_fails_does_not_wait_for_who_reads_why(tmp_path: Path) -> 
         os.close(writing)
 
 
+def test_last_words_of_all_kinds_leave() -> None:
+    """What was to happen last of all was registered before the log was there."""
+    code = (
+        "import atexit, subprocess, sys; atexit.register(print, 'last of all', file=sys.stderr)\n"
+        "atexit.register(lambda: print('later', file=sys.stderr))\n"
+        "from tinyloop_service.observe.logs import configure_logging\n"
+        "from tinyloop_service.settings import ServerSettings\n"
+        "configure_logging(ServerSettings())\n"
+        "print('printed', file=sys.stderr)\n"
+        "sys.stderr.write('no end')\n"
+        "raise SystemExit('why')"
+    )
+    done = subprocess.run((sys.executable, "-c", code), stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 1
+    assert done.stderr == "printed\nno endwhy\nlater\nlast of all\n"
+
+
 def test_lines_that_were_dropped_are_counted_and_the_next_one_has_their_number() -> None:
     code = (
         "import structlog; from tinyloop_service.observe.logs import configure_logging, dropped_lines\n"

@@ -10,7 +10,7 @@ import pytest
 import structlog
 from full_pipe import fill
 
-from tinyloop_service.observe.lines import Lines
+from tinyloop_service.observe.lines import Lines, Stream
 
 
 @pytest.fixture
@@ -96,3 +96,25 @@ def test_a_descriptor_that_is_closed_takes_lines_to_nowhere() -> None:
     assert other != closed
     os.close(other)
     os.close(closed)
+
+
+def test_what_is_printed_waits_in_whole_lines(pipe: tuple[int, int]) -> None:
+    lines = Lines(pipe[1])
+    stream = Stream(lines)
+    print("a", "b", file=stream)
+    stream.write("not yet ")
+    lines.write("a line of log\n")
+    print("ended", file=stream)
+    stream.write("first\nsecond")
+    stream.flush()
+    expected = b"a b\na line of log\nnot yet ended\nfirst\nsecond"
+    assert read(pipe[0], len(expected)) == expected and lines._waiting.qsize() == 0
+    assert stream.fileno() == lines.fileno() and not stream.isatty()
+
+
+def test_prints_have_no_more_room_than_lines(pipe: tuple[int, int]) -> None:
+    fill(pipe[1])
+    lines = Lines(pipe[1], most=5)
+    for number in range(100):
+        print(number, file=Stream(lines))
+    assert lines._waiting.qsize() <= 5 and 94 <= lines.dropped <= 95

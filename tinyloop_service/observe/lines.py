@@ -1,6 +1,7 @@
 """Lines on their way out of the process: who says something never waits for who reads it.
 
     event loop, any thread ──admit, write──► at most MOST_LINES, in order ──a thread of their own──► a descriptor
+            print, tracebacks ──Stream────────┘
 
 Somebody who reads a pipe may stop, a terminal may be told to (Ctrl-S), a disk may stand still; a server that wrote by
 itself would stand still with them, health checks included.  Here lines wait, and what finds no room is dropped and
@@ -13,6 +14,7 @@ streams have locks: a thread that holds one for ever would abort the interpreter
 from __future__ import annotations
 
 import atexit
+import io
 import os
 import select
 import threading
@@ -29,7 +31,7 @@ _MOMENT_S = 0.002  # lines of one moment wake the thread once: a wake costs as m
 
 
 class Lines:
-    """What structlog, print and rich take for a file."""
+    """What structlog takes for a file."""
 
     def __init__(self, descriptor: int, most: int = MOST_LINES) -> None:
         """The descriptor is duplicated: what its number stands for later is none of ours."""
@@ -56,11 +58,18 @@ class Lines:
         """Returns at once."""
         self._waiting.put(text)
 
+    def write_if_room(self, text: str) -> None:
+        """The same, of what was not admitted."""
+        if self._waiting.qsize() < self._most:
+            self.write(text)
+        else:
+            self._drop()
+
     def flush(self) -> None:
         """Nothing is kept back."""
 
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
+    def fileno(self) -> int:
+        return self._descriptor
 
     def settle(self, limit_s: float = FLUSH_S) -> bool:
         """Wait for what was written until now to leave; whether it did."""
@@ -93,6 +102,40 @@ class Lines:
     def _drop(self) -> None:
         with self._counting:
             self.dropped += 1
+
+
+class Stream(io.TextIOBase):
+    """What print, tracebacks and rich take for a file: whole lines of theirs wait among the others."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+        self._begun = threading.local()  # a thread's line without an end
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._lines.fileno()
+
+    def isatty(self) -> bool:
+        return os.isatty(self.fileno())
+
+    def write(self, text: str) -> int:
+        whole, end, begun = (getattr(self._begun, "text", "") + text).rpartition("\n")
+        self._begun.text = begun
+        if end:
+            self._lines.write_if_room(whole + end)
+        return len(text)
+
+    def flush(self) -> None:
+        """Of this thread, a line that has no end yet too."""
+        begun, self._begun.text = getattr(self._begun, "text", ""), ""
+        if begun:
+            self._lines.write_if_room(begun)
 
 
 def _own(descriptor: int) -> int:

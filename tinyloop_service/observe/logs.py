@@ -6,6 +6,7 @@ ids or generated text: what callers wrote stays out, but for the ids of prefixes
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Any, TextIO, cast
 
 import structlog
 
-from tinyloop_service.observe.lines import Lines
+from tinyloop_service.observe.lines import Lines, Stream
 from tinyloop_service.observer import BuildRecord, CallRecord
 from tinyloop_service.settings import LogFormat, ServerSettings
 
@@ -28,8 +29,9 @@ def configure_logging(settings: ServerSettings) -> None:
     of what a process ends, an error and its traceback are the last words, and would be waited for as well."""
     global _lines
     _lines = lines = Lines(_STDERR)
-    if sys.stderr is sys.__stderr__:  # nobody has turned it elsewhere
-        sys.stderr = cast(TextIO, lines)
+    if sys.stderr is sys.__stderr__ or isinstance(sys.stderr, Stream):  # nobody has turned it elsewhere
+        sys.stderr = cast(TextIO, Stream(lines))
+        atexit.register(_hand_back)
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     chain: list[Any] = [
         lines.admit,
@@ -49,6 +51,13 @@ def configure_logging(settings: ServerSettings) -> None:
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(handlers=[_Forward()], level=logging.WARNING, force=True)
+
+
+def _hand_back() -> None:
+    """At the end of the process, before the rest of the log leaves: what is said still later goes out by itself."""
+    if isinstance(sys.stderr, Stream):
+        sys.stderr.flush()
+        sys.stderr = cast(TextIO, sys.__stderr__)
 
 
 def dropped_lines() -> int:
