@@ -36,3 +36,11 @@ def test_rows_off_a_long_prefix_draw_what_each_draws_alone(mode: CacheMode) -> N
     driver.decode(rows, 3, at_once=2)
     assert "decode_attention_wide" in launched(device)
     assert [driver.drawn[row.id] for row in rows] == alone
+
+
+@pytest.mark.parametrize(("num_sms", "may"), [(19, True), (20, False)])
+def test_an_engine_is_made_ready_for_quads_of_several_prefixes(num_sms: int, may: bool) -> None:
+    """Eight rows are off four prefixes of at most ten pages: together these fill what one of them does not."""
+    device = EmulatedDevice(num_sms=num_sms)
+    engine_of(SPEC, device)
+    assert ("decode_attention_wide" in {stem for stem, *_ in device._kernels}) == may

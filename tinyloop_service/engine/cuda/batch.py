@@ -4,7 +4,7 @@ A *split* is one page, 64 absolute positions of a cache layer, or a quad, four o
 Decoding: splits that several rows of a batch read through the same owner are one item with an entry for each of them,
 so that a shared prefix is read once.
 
-    items      (owner's slot, block, first entry, number of entries, source's slot, tokens)   quads, the most shared …
+    items      (owner's slot, block, first entry, number of entries, source's slot, tokens)   quads first
     entries    (row, ordinal of the split among the row's)                 of one item side by side
     row_items  splits of each row; 0 for padding
 
@@ -99,8 +99,8 @@ def attention_tables(rows: Rows[Sequence], first: Ints, end: Ints, takes_quads: 
     quads = _quads(tables, np.array([row.window > 0 for row in rows]))
     if quads.size and takes_quads(len(rows), QUAD_PAGES * len(quads)):
         tables = _join(tables, quads)
-    pages = tables.items[tables.num_quads :]
-    pages[:] = pages[np.lexsort((pages[:, 4], -pages[:, 5], -pages[:, 3]))]
+    for items in (tables.items[: tables.num_quads], tables.items[tables.num_quads :]):
+        items[:] = items[np.lexsort((items[:, 4], -items[:, 5], -items[:, 3]))]
     return tables
 
 

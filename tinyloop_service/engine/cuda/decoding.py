@@ -54,7 +54,7 @@ class Decoder:
         self.outputs = Outputs(device, rows, max_steps)
         self._schedules: dict[int, Schedule] = {}
         self._graphs: dict[tuple[int, int, bool], Graph] = {}
-        self._most_pages = max_blocks(spec)
+        self._most_pages = max_blocks(spec)  # of a sequence
         self._draws: dict[int, Graph] = {}
         self._stream = DecodeStream(device, spec, rows)
         self.y = self._stream.y  # fp16 [rows, d_model]: what `draw` draws from
@@ -83,7 +83,8 @@ class Decoder:
 
     def kinds(self, rows: int) -> tuple[bool, ...]:
         """Whether batches of so many rows are without quads, with them."""
-        return (False, True) if self.takes_quads(rows, self._most_pages) else (False,)
+        most_shared = rows // 2 * self._most_pages  # every two rows off another prefix
+        return (False, True) if self.takes_quads(rows, most_shared) else (False,)
 
     def schedule(self, loops: int) -> Schedule:
         if loops not in self._schedules:
