@@ -13,6 +13,8 @@ and attention.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.spec import ModelSpec
 
 HALF_SPLIT = PAGE_TOKENS // 2  # zeros beyond change no bit
+_LONG_TRACK, _MOST_LATE = 16 << 20, 64 << 20  # bytes
 _POISON = 0xFF  # in every byte: fp16's NaN
 
 
@@ -124,7 +127,7 @@ class Track:
         """Make room up to split `end`, and for half as much again if this is not the first time."""
         if end > self.end:
             held = self.kv.shape[2]
-            self.kv = _resized(self.kv, max(end - self.first, held + held // 2))
+            self.kv = _resized(self.kv, max(end - self.first, held + held // 2), least=_LONG_TRACK)
 
     def drop(self, first: int) -> None:
         """Forget the splits below `first`."""
@@ -141,12 +144,19 @@ class Track:
         return self.kv[:, :, first - self.first : end - self.first]
 
 
-def _resized(kv: Array, size: int) -> Array:
+def _resized(kv: Array, size: int, *, least: int = 1) -> Array:
     """A copy with `size` entries on the third axis, those beyond what is held zero.
 
-    One array for all layers is large enough for large pages of memory, which are quickly committed.
+    Of `least` to _MOST_LATE bytes, it is committed as it is written.  NumPy asks for huge pages, and the first tokens
+    of all layers write to every one of them: where free memory is in pieces that took 40 to 120 ms, in which no row got
+    a token.  A model whose arrays are larger has longer steps anyway.
     """
-    new = np.zeros((*kv.shape[:2], size, *kv.shape[3:]), kv.dtype)
+    shape = (*kv.shape[:2], size, *kv.shape[3:])
+    num_bytes = math.prod(shape) * kv.itemsize
+    if least <= num_bytes <= _MOST_LATE:
+        new = np.frombuffer(mmap.mmap(-1, num_bytes), kv.dtype).reshape(shape)
+    else:
+        new = np.zeros(shape, kv.dtype)
     new[:, :, : kv.shape[2]] = kv
     return new
 
