@@ -53,7 +53,9 @@ class RoundingTap(Tap):
         return self._as_read(x) if self.rounding.cache in H_MODES else x
 
     def keeps_kv(self, x: Floats) -> Floats:
-        return x if self.rounding.cache in H_MODES else self._as_read(x)
+        if self.rounding.cache in H_MODES:  # what engines make of h they keep in fp16
+            return x.astype(np.float16).astype(x.dtype)
+        return self._as_read(x)
 
     def _as_read(self, x: Floats) -> Floats:
         mode = self.rounding.cache
