@@ -36,13 +36,15 @@ from redis_server import RedisServer, running_redis  # noqa: E402
 from rpc_harness import ids  # noqa: E402
 from server_process import NO_RETRIES, start_server  # noqa: E402
 
+from tinyloop_service.engine.fake import FAKE_LIMITS  # noqa: E402
 from tinyloop_service.pb import generation_pb2 as g  # noqa: E402
 from tinyloop_service.pb import generation_pb2_grpc, prefix_pb2_grpc  # noqa: E402
 from tinyloop_service.pb import prefix_pb2 as p  # noqa: E402
 
 WRITERS, NAMES_EACH, READERS = 6, 4, 4
 STEP_S = 0.002  # of the engine, so that a kill often meets a build
-LONGEST = 600  # tokens of a content; a plan prefills 256
+LONGEST = 600  # tokens that a create sends; a plan prefills 256
+MOST_TOKENS = FAKE_LIMITS.max_seq_len - len(SUFFIX) - NEW_TOKENS  # of a content, its parent's and theirs among them
 LEAST_S, MOST_S = 0.02, 0.8  # from the start of the load to the kill
 SETTLE_S = 20.0  # for a replica that lived on to notice that Redis is back
 
@@ -150,7 +152,8 @@ class Trial:
         self, name: Name, own: list[Name], rng: random.Random, stub: prefix_pb2_grpc.PrefixServiceStub
     ) -> None:
         content = tuple(rng.randrange(1, 500) for _ in range(rng.randrange(1, LONGEST)))
-        parents = [other for other in own if other is not name and other.certain is not None]
+        room = MOST_TOKENS - len(content)
+        parents = [other for other in own if other is not name and other.certain and len(other.certain.tokens) <= room]
         request = p.CreatePrefixRequest(prefix_id=name.id, input=ids(*content), build_async=rng.random() < 0.2)
         if parents and rng.random() < 0.3:
             parent = rng.choice(parents)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from kill_nine import trial
+from kill_nine import MOST_TOKENS, Trial, trial
 from name_ledger import Name, State
 from redis_server import redis_binary
 from rpc_harness import ids
@@ -20,6 +22,19 @@ async def test_no_acknowledged_name_is_lost_and_no_half_built_one_served(registr
         await found.moment()
         assert not found.wrong
     assert found.counts["acknowledged"] and found.counts["verified"]
+
+
+async def test_children_of_children_fit_into_what_a_model_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def created(request: p.CreatePrefixRequest) -> p.Prefix:
+        return p.Prefix(etag=request.prefix_id)
+
+    rng, names = random.Random(1), [Name(f"n{i}") for i in range(60)]
+    monkeypatch.setattr(rng, "random", lambda: 0.0)  # whatever may have a parent has one
+    made = Trial([], None, rng)
+    for number, name in enumerate(names):
+        await made._create(name, names[:number], rng, SimpleNamespace(CreatePrefix=created))  # type: ignore[arg-type]
+    longest = max(len(tokens) for name in names for tokens in name.contents)
+    assert MOST_TOKENS - 300 < longest <= MOST_TOKENS
 
 
 def prefix(*tokens: int, etag: str = "e") -> p.Prefix:
