@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from forks import forked
 from full_pipe import fill
 
 from tinyloop_service.observe.lines import Lines, Stream
@@ -118,3 +119,25 @@ def test_prints_have_no_more_room_than_lines(pipe: tuple[int, int]) -> None:
     for number in range(100):
         print(number, file=Stream(lines))
     assert lines._waiting.qsize() <= 5 and 94 <= lines.dropped <= 95
+
+
+def test_a_forked_process_writes_by_itself_and_what_is_its_own(pipe: tuple[int, int]) -> None:
+    held = fill(pipe[1])
+    lines = Lines(pipe[1], most=2)
+    for _ in range(10):  # the parent's room is taken, and what it has to say is not the child's
+        lines.write_if_room("parent\n")
+
+    def child() -> int:
+        assert len(read(pipe[0], held)) == held
+        stream = Stream(lines)
+        print("printed", file=stream)
+        stream.write("no end")
+        stream.flush()
+        lines.admit(None, "info", {})
+        lines.write(" logged\n")
+        return 5 if lines.settle() else 6
+
+    assert forked(child) == 5
+    own, of_parent = b"printed\nno end logged\n", b"parent\n"
+    written = read(pipe[0], len(own) + (10 - lines.dropped) * len(of_parent))
+    assert written.replace(of_parent, b"") == own

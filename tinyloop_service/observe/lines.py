@@ -6,6 +6,7 @@
 Somebody who reads a pipe may stop, a terminal may be told to (Ctrl-S), a disk may stand still; a server that wrote by
 itself would stand still with them, health checks included.  Here lines wait, and what finds no room is dropped and
 counted; the next one that finds room says how many were.  At the end of the process the rest has FLUSH_S to leave.
+A process that is forked from it has no such thread, and writes by itself.
 
 In: lines.  Out: their bytes.  It refuses to know what they say.  They go to the descriptor itself, since Python's
 streams have locks: a thread that holds one for ever would abort the interpreter at its end.
@@ -41,6 +42,8 @@ class Lines:
         self._descriptor = _own(descriptor)
         self._most = most
         self._waiting: SimpleQueue[str | threading.Event] = SimpleQueue()
+        self._is_forked = False
+        os.register_at_fork(after_in_child=self._forked)
         threading.Thread(target=self._run, name="tinyloop-lines", daemon=True).start()
         atexit.register(self.settle)
 
@@ -56,7 +59,10 @@ class Lines:
 
     def write(self, text: str) -> None:
         """Returns at once."""
-        self._waiting.put(text)
+        if self._is_forked:
+            self._send(text)
+        else:
+            self._waiting.put(text)
 
     def write_if_room(self, text: str) -> None:
         """The same, of what was not admitted."""
@@ -73,6 +79,8 @@ class Lines:
 
     def settle(self, limit_s: float = FLUSH_S) -> bool:
         """Wait for what was written until now to leave; whether it did."""
+        if self._is_forked:
+            return True
         left = threading.Event()
         self._waiting.put(left)
         return left.wait(limit_s)
@@ -83,11 +91,12 @@ class Lines:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            self._send(item.encode(errors="backslashreplace"))
+            self._send(item)
             if self._waiting.empty():
                 time.sleep(_MOMENT_S)
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, text: str) -> None:
+        data = text.encode(errors="backslashreplace")
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]
@@ -98,6 +107,10 @@ class Lines:
             except OSError:  # the reader is gone, the disk is full
                 self._drop()
                 return
+
+    def _forked(self) -> None:
+        """In the child: what waits is the parent's, and a lock may be held by a thread that is not there."""
+        self._is_forked, self._waiting, self._counting = True, SimpleQueue(), threading.Lock()
 
     def _drop(self) -> None:
         with self._counting:
