@@ -6,11 +6,11 @@
             2 a pause                            until they have noticed
             3 new requests hear DRAINING         running ones have the grace time to finish
             4 scheduler and engine close         what still runs hears MODEL_CLOSED, what comes DRAINING
-            5 the server closes                  when the last messages have left
+            5 the server closes                  when no call has come for a moment, and the last messages have left
 
 `App.run` does all of it around SIGTERM and SIGINT: the first signal drains, a second one skips what is left of the
-grace time.  A lost device drains too, with exit status 1.  `run_process` is for who has a process to end: a load or a
-step that cannot be interrupted does not keep it.
+grace time, and more change nothing.  A lost device drains too, with exit status 1.  `run_process` is for who has a
+process to end: a load or a step that cannot be interrupted does not keep it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import Settings
 from tinyloop_service.snapshots import Snapshots, start_snapshots
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CLOSE_S = 60.0  # for the step in flight; an engine that takes longer is left behind
+_LAST_CALLS_S = 1.0  # for calls that came before the refusal was heard
 _FLUSH_S = 2.0  # for the last messages of finished requests to leave
 _log = structlog.get_logger("tinyloop.app")
 
@@ -115,12 +117,13 @@ class App:
         if self._warming is not None and not self._warming.done():
             self._warming.cancel()
             await asyncio.wait([self._warming], timeout=_FLUSH_S)
-        if self._scheduler is not None and grace_s > 0:
+        if self._scheduler is not None:
             await self._unless_hurried(self._scheduler.drain(grace_s))
         self._backend.close()
         if self._scheduler is not None:
             await self._unless_hurried(_close(self._scheduler))
         self._health.end_watches()
+        await self._unless_hurried(self._backend.quiet(_LAST_CALLS_S))  # those in gRPC's hands would end as CANCELLED
         await self._server.stop(None if self._hurry.is_set() else _FLUSH_S)
         if self._names is not None:
             await self._names.close()
@@ -138,7 +141,9 @@ class App:
         self._hurry.set()
 
     async def run(self, on_ready: Callable[[App], None] = lambda app: None) -> int:
-        """Serve until SIGTERM, SIGINT or a lost device; the exit status.  `on_ready` is called once it serves."""
+        """Serve until SIGTERM, SIGINT or a lost device; the exit status.  `on_ready` is called once it serves.
+
+        Both signals stay caught when it returns, and do nothing any more."""
         stopping = asyncio.Event()
         self._catch_signals(stopping)
         await self.start()
@@ -197,13 +202,19 @@ class App:
                 self._scheduler.set_quotas(tokens.quotas)
 
     def _catch_signals(self, stopping: asyncio.Event) -> None:
-        def caught(number: signal.Signals) -> None:
-            _log.info("signal", signal=number.name, draining=stopping.is_set())
+        """Not by the loop, which when it closes leaves them to end the process as if nobody had caught them."""
+
+        def caught(name: str) -> None:
+            _log.info("signal", signal=name, draining=stopping.is_set())
             self.hurry() if stopping.is_set() else stopping.set()
 
+        def handle(number: int, frame: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(caught, signal.Signals(number).name)
+
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, caught, number)
+        for number in _SIGNALS:
+            signal.signal(number, handle)
 
     async def _unless_hurried(self, work: Any) -> None:
         """Await `work`, but no longer than until `hurry`."""
@@ -232,7 +243,11 @@ def run_process(app: App, on_ready: Callable[[App], None]) -> NoReturn:
         gc.freeze()  # of what is there now all stays: looking through it held every stream up for 40 ms and more
         on_ready(app)
 
-    status = asyncio.run(app.run(ready))
+    try:
+        status = asyncio.run(app.run(ready))
+    finally:
+        for number in _SIGNALS:  # the interpreter's own end would give them their old meaning
+            signal.signal(number, signal.SIG_IGN)
     if app.still_computes:  # the interpreter would wait for the thread, or abort under its feet
         settle_log()
         os._exit(status)

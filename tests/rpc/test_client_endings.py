@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections import Counter
 from typing import Any
 
+import grpc
 import pytest
 from clients_harness import GREEDY, PROMPT, in_thread
 from forks import forked
@@ -111,6 +113,31 @@ async def test_a_server_that_is_not_there() -> None:
     async with AsyncClient("127.0.0.1:1", timeout=20) as client:
         with pytest.raises(errors.Unavailable, match="cannot be reached"):
             await client.delete_prefix("p")  # a method that is not retried
+
+
+async def test_calls_that_a_closing_server_has_not_taken_are_sent_again_or_say_so() -> None:
+    """gRPC ends them as CANCELLED, which nobody here has asked for."""
+    calls: Counter[str] = Counter()
+
+    async def answer(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        calls["all"] += 1
+        if calls["all"] % 2:
+            await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+        return b""
+
+    server = grpc.aio.server()
+    methods = {name: grpc.unary_unary_rpc_method_handler(answer) for name in ("GetLoad", "DeletePrefix")}
+    for service in ("ModelService", "PrefixService"):
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(f"tinyloop.v1.{service}", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with AsyncClient(f"127.0.0.1:{port}", timeout=20) as client:
+        await client.load()
+        assert calls["all"] == 2
+        with pytest.raises(errors.Unavailable, match="may be closing"):
+            await client.delete_prefix("p")  # a method that is not sent twice
+        assert calls["all"] == 3
+    await server.stop(None)
 
 
 async def test_a_closed_client_says_so(served: Served) -> None:

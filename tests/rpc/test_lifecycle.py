@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -214,6 +215,22 @@ async def test_a_call_that_comes_while_a_drained_server_closes_is_told_to_try_an
         await stopping
 
 
+@pytest.mark.parametrize("grace_s", [0.0, 30.0])
+async def test_calls_that_nobody_has_looked_at_when_a_server_ends_are_told_to_try_another(grace_s: float) -> None:
+    """gRPC would end them as CANCELLED, as if their callers had asked for it."""
+    async with (
+        serving() as served,
+        grpc.aio.insecure_channel(served.address, NO_RETRIES) as channel,
+    ):
+        load = model_pb2_grpc.ModelServiceStub(channel).GetLoad
+        await load(model_pb2.GetLoadRequest())
+        calls = [load(model_pb2.GetLoadRequest()) for _ in range(200)]
+        await served.app.stop(grace_s=grace_s)
+        for call in calls:
+            if (code := await call.code()) is not grpc.StatusCode.OK:
+                assert (code.name, reason_of(await refusal(call))[1]) == ("UNAVAILABLE", "DRAINING")
+
+
 async def test_health_is_watched_where_calls_are_served_and_no_watch_holds_a_server_up() -> None:
     gate = threading.Event()
     async with serving(FakeEngine(gate=gate)) as served:
@@ -256,6 +273,16 @@ async def test_a_fault_of_one_step_leaves_others_alone() -> None:
         await served.settled()
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """What they mean to this process is afterwards as it was."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, meaning in before.items():
+        signal.signal(number, meaning)
+
+
+@pytest.mark.usefixtures("signals")
 async def test_a_lost_device_ends_the_server_with_status_1() -> None:
     lost = [False]
     engine = FakeEngine(fault=lambda plan: DeviceLost("private") if lost[0] else None)
@@ -271,6 +298,7 @@ async def test_a_lost_device_ends_the_server_with_status_1() -> None:
         assert await running == 1
 
 
+@pytest.mark.usefixtures("signals")
 def test_a_process_that_serves_looks_no_more_through_what_was_there_when_it_was_ready() -> None:
     frozen = []
 
@@ -313,6 +341,18 @@ async def test_sigterm_under_load_finishes_running_streams_and_exits_0() -> None
         answered = [line for line in lines if line["event"] == "answered" and line["method"] == "Generate"]
         assert len(answered) == 8 and len({line["request_id"] for line in answered}) == 8
         assert lines[-1]["event"] == "stopped"
+
+
+async def test_signals_that_keep_coming_do_not_end_the_process_in_their_own_way() -> None:
+    async with server_process() as server:
+        async with asyncio.timeout(30):
+            while server.process.returncode is None:
+                with suppress(ProcessLookupError):
+                    server.process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.001)
+        _, log = await server.process.communicate()
+        events = [json.loads(line)["event"] for line in log.decode().splitlines()]
+        assert server.process.returncode in (0, 1) and "stopped" in events
 
 
 async def test_a_second_signal_does_not_wait_for_running_streams() -> None:

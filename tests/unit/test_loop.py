@@ -307,6 +307,20 @@ async def test_drain_refuses_the_new_and_finishes_the_old() -> None:
         assert all(len(ids(messages)) == 200 for messages in await asyncio.gather(*streams))
 
 
+async def test_who_comes_late_to_a_drained_scheduler_hears_what_others_heard() -> None:
+    async with running() as scheduler:
+        for grace_s in (0.0, 60.0):
+            await scheduler.drain(grace_s)
+        await scheduler.close()
+        for call in (
+            lambda: scheduler.generate(GenerationRequest((1,), 5)),
+            lambda: scheduler.get_prefix("p"),
+            lambda: scheduler.adoption,
+        ):
+            with pytest.raises(Draining):
+                call()
+
+
 async def test_drain_gives_up_after_its_grace() -> None:
     gate = threading.Event()
     async with running(gate=gate) as scheduler:

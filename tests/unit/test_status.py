@@ -135,7 +135,7 @@ def test_the_text_of_an_unforeseen_error_stays_here(error: BaseException) -> Non
         (grpc.StatusCode.UNAVAILABLE, errors.Unavailable),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.InvalidArgument),
         (grpc.StatusCode.UNIMPLEMENTED, TinyLoopError),
-        (grpc.StatusCode.CANCELLED, TinyLoopError),
+        (grpc.StatusCode.CANCELLED, errors.Unavailable),
     ],
 )
 def test_a_status_that_is_not_ours_becomes_the_nearest_exception(

@@ -1,7 +1,8 @@
 """How the clients reach a server: channel options, credentials, headers, and errors back to exceptions.
 
-Retries are gRPC's own, by service config: only UNAVAILABLE, only until the first message has arrived, after the delay
-that the server asks for (`grpc-retry-pushback-ms`), and only for methods that may safely run twice.
+Retries are gRPC's own, by service config: only UNAVAILABLE, and CANCELLED, as which gRPC ends calls that a server which
+closes has not taken; only until the first message has arrived, after the delay that the server asks for
+(`grpc-retry-pushback-ms`), and only for methods that may safely run twice.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _RETRY_POLICY = {
     "initialBackoff": "0.2s",
     "maxBackoff": "3s",
     "backoffMultiplier": 2,
-    "retryableStatusCodes": ["UNAVAILABLE"],
+    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
 }
 _RING_HASH_SWITCH = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
 

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import structlog
 
-from tinyloop_service.errors import ModelClosed, PrefixDamaged, RegistryUnavailable
+from tinyloop_service.errors import PrefixDamaged, RegistryUnavailable
 from tinyloop_service.registry.api import Key, Registry
-from tinyloop_service.scheduler.loop import Scheduler
+from tinyloop_service.scheduler.loop import CLOSED, Scheduler
 from tinyloop_service.types import PrefixRecord
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class Mirror:
             await self._looked.wait()
 
     async def _follow(self) -> None:
-        with suppress(ModelClosed):
+        with suppress(*CLOSED):
             while True:
                 try:
                     await self._look_at_changes()
@@ -157,7 +157,7 @@ class Mirror:
             await self._catch_up()
         except RegistryUnavailable as error:
             self._set_down(True, str(error))
-        except (ModelClosed, asyncio.CancelledError):
+        except (*CLOSED, asyncio.CancelledError):
             self._is_down = True
             raise
         except Exception:  # a bug of ours: serve on, and say so

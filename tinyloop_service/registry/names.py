@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from tinyloop_service.errors import ModelClosed, PrefixExists, RegistryUnavailable, Unavailable
+from tinyloop_service.errors import PrefixExists, RegistryUnavailable, Unavailable
 from tinyloop_service.registry.api import Registry
 from tinyloop_service.registry.mirror import Found, Mirror
-from tinyloop_service.scheduler.loop import Scheduler, Unchanged
+from tinyloop_service.scheduler.loop import CLOSED, Scheduler, Unchanged
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.types import GenerationRequest, PrefixDefinition, PrefixInfo, PrefixRecord
 
@@ -208,7 +208,7 @@ class Names:
             else:
                 await self._registry.remove(record.tenant, record.name, etag=record.etag)
             await self._mirror.look(record.tenant, record.name)
-        except (RegistryUnavailable, ModelClosed) as error:
+        except (RegistryUnavailable, *CLOSED) as error:
             _log.warning("a refused create stays in the registry", prefix=record.name, error=str(error))
 
     async def _update(
@@ -256,7 +256,7 @@ class Names:
 
     def _withdraw_if_abandoned(self, creation: _Creation, uid: str) -> None:
         """The last waiter has left a build, and with it went the name: its record follows."""
-        with suppress(ModelClosed):
+        with suppress(*CLOSED):
             if self._scheduler.catalog.peek(uid) is None:
                 self._mirror.abandon(uid)
                 self._mirror.whole(self._withdraw(creation.tenant, creation.name, uid))

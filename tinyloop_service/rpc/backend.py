@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from tinyloop_service.text import Tokenizer
 from tinyloop_service.types import TokenIds
 
 _SHORT_TEXT = 2000  # characters that are tokenised at once, in well under a millisecond
+_QUIET_S = 0.02  # without a call: whoever was refused stays away for a second
 
 
 class Backend:
@@ -26,6 +28,7 @@ class Backend:
         self.replica = replica
         self.observer = observer
         self.config: Mapping[str, Any] = {}
+        self._num_calls = 0
         self._scheduler: Scheduler | None = None
         self._names: Names | None = None
         self._refusal: Unavailable = WarmingUp("the server is loading its model; try again in a moment")
@@ -40,8 +43,16 @@ class Backend:
         self._scheduler = self._names = None
         self._refusal = Draining()
 
+    async def quiet(self, limit_s: float) -> None:
+        """Return when no call has come for a moment, or after `limit_s`."""
+        end_s, before = time.monotonic() + limit_s, -1
+        while self._num_calls != before and time.monotonic() < end_s:
+            before = self._num_calls
+            await asyncio.sleep(_QUIET_S)
+
     def answering(self, context: Context, method: str) -> answering:
         """What goes around the body of a method, Service/Method."""
+        self._num_calls += 1
         return answering(context, method, self.observer)
 
     @property

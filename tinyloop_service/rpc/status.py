@@ -184,5 +184,7 @@ def _foreign(code: grpc.StatusCode, message: str) -> TinyLoopError:
             return errors.InvalidArgument("request", f"is refused as too large: {message}")
         case _ if any(words in message for words in _CUT_OFF):
             return errors.Unavailable(f"the answer was cut off on its way: {message}")
+        case Code.CANCELLED:  # by gRPC, when a server closes that has not taken the call yet
+            return errors.Unavailable(f"the server did not take the call, it may be closing: {message}")
         case _:
             return TinyLoopError(f"{code.name}: {message}")

@@ -13,13 +13,14 @@ clock that never goes back.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import AsyncIterator, Mapping
 
 import structlog
 
 from tinyloop_service.engine.api import Engine
-from tinyloop_service.errors import DeviceLost, Draining, ModelClosed, TinyLoopError
+from tinyloop_service.errors import DeviceLost, Draining, ModelClosed, TinyLoopError, Unavailable
 from tinyloop_service.observer import EPOCH_NS, UNWATCHED, Observer
 from tinyloop_service.scheduler.adoption import Adoption
 from tinyloop_service.scheduler.catalog import UNCHANGED, Catalog, Unchanged
@@ -33,8 +34,9 @@ from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.text import Tokenizer
 from tinyloop_service.types import GenerationRequest, Load, PrefixDefinition, PrefixInfo, Quota
 
-__all__ = ["UNCHANGED", "Scheduler", "Unchanged"]
+__all__ = ["CLOSED", "UNCHANGED", "Scheduler", "Unchanged"]
 
+CLOSED = (Draining, ModelClosed)  # what a closed scheduler says
 _log = structlog.get_logger(__name__)
 
 
@@ -58,6 +60,7 @@ class Scheduler:
         self._epoch_ns = EPOCH_NS
         self._cycle = Cycle(engine, self._core, self._delivery, observer, settings.plans_in_flight, self.now_ns)
         self._task: asyncio.Task[None] | None = None
+        self._refusal: Unavailable = ModelClosed()  # for who comes when it is closed
         self._is_closed = False
         self.is_stopped = False  # closed, and the engine's thread has ended
 
@@ -67,8 +70,9 @@ class Scheduler:
         self._task = asyncio.get_running_loop().create_task(self._cycle.run())
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse what is new; return when all that was taken has ended, or after `grace_s`."""
-        self._core.refuse(Draining())
+        """Refuse what is new, from now on; return when all that was taken has ended, or after `grace_s`."""
+        self._refusal = Draining()
+        self._core.refuse(self._refusal)
         self._cycle.drain()
         try:
             await asyncio.wait_for(self._cycle.drained.wait(), grace_s)
@@ -79,14 +83,14 @@ class Scheduler:
                 self._core.check()
 
     async def close(self) -> None:
-        """End everything with ModelClosed, then stop."""
+        """End everything with ModelClosed, then stop.  What is new is refused with that too, or as since `drain`."""
         if self._is_closed:
             return
         self._is_closed = True
         # 1. nothing new comes in, and every stream and waiter hears of it
-        self._core.refuse(ModelClosed())
         if self.fault is None:
             self._core.abort(ModelClosed())
+        self._core.refuse(self._refusal)
         self.changed()
         self._delivery.fail_all(ModelClosed())  # watchers, who wait for no work
         # 2. the plans in flight finish
@@ -259,14 +263,16 @@ class Scheduler:
 
     @property
     def catalog(self) -> Catalog:
-        """Say `changed` afterwards.  Raises ModelClosed."""
-        if self._is_closed:
-            raise ModelClosed
+        """Say `changed` afterwards.  Raises one of CLOSED."""
+        self._check_open()
         return self._core.catalog
 
     @property
     def adoption(self) -> Adoption:
-        """Say `changed` afterwards.  Raises ModelClosed."""
-        if self._is_closed:
-            raise ModelClosed
+        """Say `changed` afterwards.  Raises one of CLOSED."""
+        self._check_open()
         return self._core.adoption
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise copy.copy(self._refusal)
