@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -297,6 +299,35 @@ async def test_a_taken_port_is_refused_by_its_setting() -> None:
             await app.start()
         assert caught.value.field == "metrics_listen"
         await app.stop(grace_s=0.0)
+
+
+async def test_a_metrics_port_holds_few_connections_none_for_long_and_logs_nothing_of_them(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever reaches it may connect, say nothing and break off."""
+    monkeypatch.setattr("tinyloop_service.observe.scrapes.MOST_CONNECTIONS", 3)
+    monkeypatch.setattr("tinyloop_service.observe.scrapes._Handler.timeout", 0.2)
+    async with watched() as served:
+        host, _, port = served.app.metrics_address.rpartition(":")
+
+        def ask() -> None:
+            idle = [socket.create_connection((host, int(port)), timeout=20) for _ in range(8)]
+            for connection in idle:  # those that there is no room for at once, the others in their time
+                assert connection.recv(1) == b""
+            for _ in range(5):
+                with socket.create_connection((host, int(port)), timeout=20) as rude:
+                    rude.sendall(b"no HTTP\r\n")
+                    rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close as a reset
+            for connection in idle:
+                connection.close()
+
+        await asyncio.to_thread(ask)
+        async with asyncio.timeout(20):
+            while True:
+                with suppress(OSError):  # there may be no room for a moment yet
+                    await scraped(served)
+                    break
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_every_metric_is_there_from_the_start_or_has_labels_to_come() -> None:

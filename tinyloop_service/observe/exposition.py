@@ -1,7 +1,7 @@
-"""The metrics by name, and the HTTP port where Prometheus reads them.
+"""The metrics by name.
 
-In: a snapshot, taken on the event loop for each scrape, so that all values are of one moment.  Out: the text format.
-It refuses to count; `metrics` does.
+In: a snapshot, so that all values are of one moment.  Out: what the text format is made of.  It refuses to count, which
+`metrics` does, and to know who reads.
 
 Names and meanings follow vLLM's where there is one that fits.  FAMILIES is the whole list: the table in
 docs/watching.md, the dashboard and the rules are held to it by tests.
@@ -9,22 +9,16 @@ docs/watching.md, the dashboard and the rules are held to it by tests.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.metrics import Histogram, Metrics
 from tinyloop_service.types import Load
 
 _FACTS = ("version", "replica", "model_id", "engine", "cache_mode")
-_SCRAPE_S = 5.0  # for the event loop to give its numbers; a scrape that gets none fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,52 +279,6 @@ FAMILIES: tuple[Family, ...] = (
         lambda m: m.restore_time,
     ),
 )
-
-
-class MetricsServer:
-    """One HTTP port; every path of it answers with all metrics and those of the process."""
-
-    def __init__(self, address: str, take: Callable[[], Snapshot]) -> None:
-        """take: called on the running event loop.  Raises InvalidArgument if the address cannot be had."""
-        host, _, port = address.rpartition(":")
-        registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        registry.register(_LoopCollector(asyncio.get_running_loop(), take))
-        try:
-            self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
-        except OSError as error:
-            raise InvalidArgument(
-                "metrics_listen", f"cannot listen on {address}: {error.strerror}; choose another port, or 0"
-            ) from None
-        self.address = f"{host}:{self._server.server_port}"
-
-    async def stop(self) -> None:
-        await asyncio.to_thread(self._stop)
-
-    def _stop(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class _LoopCollector(Collector):
-    """Runs on the HTTP server's threads, and asks the event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[], Snapshot]) -> None:
-        self._loop = loop
-        self._take = take
-
-    def collect(self) -> Iterator[Metric]:
-        future: Future[Snapshot] = Future()
-
-        def answer() -> None:
-            try:
-                future.set_result(self._take())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._loop.call_soon_threadsafe(answer)
-        yield from families(future.result(_SCRAPE_S))
 
 
 def families(snapshot: Snapshot) -> Iterable[Metric]:

@@ -11,9 +11,10 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from tinyloop_service.errors import InvalidArgument
-from tinyloop_service.observe.exposition import MetricsServer, Snapshot
+from tinyloop_service.observe.exposition import Snapshot
 from tinyloop_service.observe.logs import dropped_lines, log_build, log_call
 from tinyloop_service.observe.metrics import Metrics
+from tinyloop_service.observe.scrapes import MetricsServer
 from tinyloop_service.observer import UNWATCHED, BuildRecord, CallRecord, Observer
 from tinyloop_service.settings import ServerSettings
 from tinyloop_service.types import Load
