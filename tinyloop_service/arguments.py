@@ -229,14 +229,22 @@ def stops(
         if isinstance(item, int):
             raise InvalidArgument(at, f"is the number {item}, expected a string or id sequence; or use stop_token_ids")
         stop = prompt(item, at, vocab_size=vocab_size)
-        if len(stop) > MAX_STOP_LEN:
-            raise InvalidArgument(at, f"has {len(stop)} elements, expected at most {MAX_STOP_LEN}")
+        check_stop_len(len(stop), at)
         strings.append(stop) if isinstance(stop, str) else sequences.append(stop)
     singles = token_ids(stop_token_ids, "stop_token_ids", vocab_size=vocab_size)
-    total = len(strings) + len(sequences) + len(singles)
-    if total > MAX_STOPS:
-        raise InvalidArgument(field, f"{total} stops are given, expected at most {MAX_STOPS}")
+    check_num_stops(len(strings) + len(sequences) + len(singles))
     return Stops((*sequences, *((token,) for token in singles)), tuple(strings), flag(ignore_eos, "ignore_eos"))
+
+
+def check_num_stops(total: int) -> None:
+    """Sequences and single ids of one request together."""
+    if total > MAX_STOPS:
+        raise InvalidArgument("stop_sequences", f"{total} stops are given, expected at most {MAX_STOPS}")
+
+
+def check_stop_len(length: int, field: str) -> None:
+    if length > MAX_STOP_LEN:
+        raise InvalidArgument(field, f"has {length} elements, expected at most {MAX_STOP_LEN}")
 
 
 def sampling(

@@ -7,8 +7,10 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
 from rpc_harness import Served, collect, expected_tokens, field_of, ids, reason_of, refusal, serving
 
+from tinyloop_service.errors import SequenceTooLong
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import input_pb2, model_pb2
 from tinyloop_service.pb import prefix_pb2 as p
@@ -88,6 +90,28 @@ async def test_every_bound_is_kept_and_named_before_any_work(served: Served) -> 
         unary = await refusal(served.generation.GenerateUnary(g.GenerateUnaryRequest(generation=bad)))
         assert field_of(unary) == f"generation.{field}"
     assert served.engine.num_steps == 0
+
+
+MANY = 10**6  # in one message; each would be looked at for seconds, while everybody waits
+
+
+async def test_what_is_too_much_is_counted_and_not_read(served: Served) -> None:
+    """What is wrong with the first of them is never found out."""
+    invalid = g.StopSequence()
+    for bad, field in (
+        (request(stop_sequences=[invalid] * 65), "stop_sequences"),
+        (request(stop_token_ids=[-1] * MANY), "stop_sequences"),
+        (request(stop_sequences=[stop(*[-1] * MANY)]), "stop_sequences[0]"),
+    ):
+        error = await refusal(served.generation.Generate(bad))
+        assert field_of(error) == field and "at most" in (error.details() or "")
+    mask = FieldMask(paths=["nonsense"] * MANY)
+    error = await refusal(
+        served.prefixes.UpdatePrefix(p.UpdatePrefixRequest(prefix=p.Prefix(name="prefixes/p"), update_mask=mask))
+    )
+    assert field_of(error) == "update_mask" and "at most" in (error.details() or "")
+    error = await refusal(served.model.Tokenize(model_pb2.TokenizeRequest(text="a" * MANY)))
+    assert reason_of(error) == ("INVALID_ARGUMENT", SequenceTooLong.reason)
 
 
 ALLOWED = [

@@ -56,14 +56,14 @@ class ModelServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Text to token ids. Errors: INVALID_ARGUMENT without a tokenizer.
+        """Text to token ids. Errors: INVALID_ARGUMENT without a tokenizer, or for far more than a sequence holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Token ids to text. Errors: INVALID_ARGUMENT without a tokenizer.
+        """Token ids to text. Errors: INVALID_ARGUMENT without a tokenizer, or for more than a sequence holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

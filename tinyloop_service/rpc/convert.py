@@ -84,16 +84,21 @@ def read_input(message: input_pb2.Input, limits: Limits, *, may_be_empty: bool) 
     match message.WhichOneof("input"):
         case "text":
             content = message.text
-            if len(content) > MAX_TOKEN_TEXT * limits.max_seq_len:  # seconds of work for nothing
-                raise SequenceTooLong(
-                    f"sequence too long: the text has {len(content)} characters, far more than the "
-                    f"{limits.max_seq_len} tokens that the model takes in all"
-                )
+            check_text_len(content, limits)
         case "tokens":
             content = read_ids(message.tokens, "input.tokens", limits)
     if not content and not may_be_empty:
         raise InvalidArgument("input", "is empty, expected at least one token")
     return content
+
+
+def check_text_len(text: str, limits: Limits) -> None:
+    """Before it is tokenised: what no sequence can hold takes seconds, and gigabytes."""
+    if len(text) > MAX_TOKEN_TEXT * limits.max_seq_len:
+        raise SequenceTooLong(
+            f"sequence too long: the text has {len(text)} characters, far more than the "
+            f"{limits.max_seq_len} tokens that the model takes in all"
+        )
 
 
 def read_parameters(message: generation_pb2.GenerateRequest, limits: Limits) -> Parameters:
@@ -198,6 +203,9 @@ def _read_sampling(message: generation_pb2.GenerateRequest, limits: Limits) -> S
 def _read_stops(message: generation_pb2.GenerateRequest, limits: Limits) -> Stops:
     if not (message.stop_sequences or message.stop_token_ids):
         return Stops(ignore_eos=message.ignore_eos)
+    arguments.check_num_stops(len(message.stop_sequences) + len(message.stop_token_ids))  # before millions are read
+    for i, stop in enumerate(message.stop_sequences):
+        arguments.check_stop_len(len(stop.tokens.ids), f"stop_sequences[{i}]")
     sequences = [
         stop.text if stop.WhichOneof("stop") == "text" else tuple(stop.tokens.ids) for stop in message.stop_sequences
     ]

@@ -104,6 +104,9 @@ def new_prefix_id() -> str:
 def read_change(message: prefix_pb2.UpdatePrefixRequest, now_ns: int) -> Change:
     prefix = message.prefix
     name = read_name(prefix.name, "prefix.name")
+    num_paths, most = len(message.update_mask.paths), len(prefix.DESCRIPTOR.fields)
+    if num_paths > most:  # before millions are read
+        raise InvalidArgument("update_mask", f"has {num_paths} paths, expected at most {most}")
     paths = set(message.update_mask.paths) if message.HasField("update_mask") else _populated(prefix)
     if "*" in paths:
         paths = set(_MUTABLE)

@@ -7,7 +7,7 @@ from tinyloop_service.pb import model_pb2, model_pb2_grpc
 from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.boundary import Context
 from tinyloop_service.rpc.caller import Right, caller
-from tinyloop_service.rpc.convert import read_ids, write_tokens
+from tinyloop_service.rpc.convert import check_text_len, read_ids, write_tokens
 from tinyloop_service.rpc.convert_model import write_load, write_model
 
 
@@ -34,6 +34,7 @@ class ModelService(model_pb2_grpc.ModelServiceServicer):  # type: ignore[misc]  
     async def Tokenize(self, request: model_pb2.TokenizeRequest, context: Context) -> model_pb2.TokenizeResponse:
         async with self._backend.answering(context, "ModelService/Tokenize"):
             self._backend.tokenizer("text")
+            check_text_len(request.text, self._backend.limits)
             ids = await self._backend.encode(check_text(request.text, "text"), "text", bos=request.add_bos)
             return model_pb2.TokenizeResponse(tokens=write_tokens(ids))
 
