@@ -105,7 +105,7 @@ class Driver:
         """The next `size` tokens of the prompt."""
         self.room(held, held.length + size)
         tokens = held.tokens[held.length : held.length + size]
-        prefill = Prefill(held.id, held.length, tokens, last=held.length + size == len(held.tokens))
+        prefill = Prefill(held.id, held.length, tokens, len(held.tokens) - held.length - size)
         held.length += size
         return prefill
 

@@ -19,7 +19,7 @@ from tinyloop_service.engine.cpu.selfcheck import check_attention, row_multiple
 from tinyloop_service.engine.spec import SIZES, Quant
 from tinyloop_service.engine.weights import read_model
 from tinyloop_service.errors import EngineFault, InvalidArgument
-from tinyloop_service.types import CacheMode
+from tinyloop_service.types import CacheMode, Sampling
 
 SPEC = replace(
     SIZES["tiny"], vocab_size=300, d_model=64, head_dim=16, d_ff=128, pre_blocks=1, max_seq_len=512, quant=Quant(4, 32)
@@ -67,12 +67,33 @@ def test_a_failed_step_costs_only_its_own_sequences() -> None:
     survivor = driver.request(prefix, TOKENS[70:72])
     driver.decode([survivor], 3)
     engine, lost = driver.engine, 999
-    bad = Plan(900, open=(Open(lost, None, 0, 2, 0, GREEDY),), prefill=(Prefill(lost, 0, (1, 2), last=True),))
+    bad = Plan(900, open=(Open(lost, None, 0, 2, 0, GREEDY),), prefill=(Prefill(lost, 0, (1, 2)),))
     with pytest.raises(EngineFault, match="step 900 failed"):
         engine.step(bad)  # no pages were given to it
     engine.step(Plan(901, close=(lost,)))
     driver.decode([survivor], 3)
     assert driver.drawn[survivor.id] == alone
+
+
+@pytest.mark.parametrize("sampling", [None, GREEDY], ids=["prefix", "request"])
+def test_a_prompt_gets_its_room_with_its_first_chunk(sampling: Sampling | None) -> None:
+    """To be moved with all its tokens in the middle would keep waiting who decodes beside it."""
+    driver = Driver(engine_of(SPEC))
+    held = driver.open(prompt=TOKENS, sampling=sampling)
+    driver.step(prefill=(driver.chunk(held, 30),))
+    track = driver.engine._table[held.id].track
+    assert track is not None
+    first = track.kv
+    driver.prefill(held, chunk=30)
+    assert track.kv is first and track.end == 4
+
+
+def test_a_prompt_that_slides_has_no_more_room_than_it_shows() -> None:
+    driver = Driver(engine_of(SPEC))
+    held = driver.open(prompt=TOKENS, window=33)
+    driver.step(prefill=(driver.chunk(held, 30),))
+    track = driver.engine._table[held.id].track
+    assert track is not None and track.end == 1
 
 
 def test_pages_given_back_are_poisoned_and_pages_taken_are_zero() -> None:

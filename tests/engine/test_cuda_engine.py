@@ -122,7 +122,7 @@ def test_a_failed_plan_costs_only_its_own_sequences(driver: Driver) -> None:
     survivor = driver.request(prefix, TOKENS[70:72])
     driver.decode([survivor], 3)
     engine, lost = driver.engine, 999
-    bad = Plan(900, open=(Open(lost, None, 0, 2, 0, GREEDY),), prefill=(Prefill(lost, 0, (1, 2), last=True),))
+    bad = Plan(900, open=(Open(lost, None, 0, 2, 0, GREEDY),), prefill=(Prefill(lost, 0, (1, 2)),))
     with pytest.raises(EngineFault, match=r"step 900 failed: .*sequence 999 has pages for 0 tokens, 2 are written"):
         engine.submit(bad)
     engine.step(Plan(901, close=(lost, 998)))

@@ -232,7 +232,7 @@ def test_pages_that_a_chunk_fills_need_no_zeros(start: int, count: int, filled: 
     chunked, other = chains.open(0), chains.open(0)
     blocks = tuple((10 * block, 10 * block + 1) for block in range(1, 5))
     extensions = Extend(chunked.id, blocks[:1]), Extend(other.id, ((7, 8),)), Extend(chunked.id, blocks[1:])
-    chunk = Prefill(chunked.id, start, (0,) * count, last=False)
+    chunk = Prefill(chunked.id, start, (0,) * count, num_left=1)
     pages, unfilled = chains.table.extend(extensions, [chunk])
     assert unfilled.tolist() == [page for page in pages[:, 1].tolist() if page < 10 or str(page // 10) not in filled]
 

@@ -24,7 +24,7 @@ def main() -> None:
     opened, pages = Open(1, None, 0, 2, 0, None), Extend(1, (tuple(range(layers)),))
     for number in (1, 2):  # the second time it must not seem to have recovered
         try:
-            engine.step(Plan(number, open=(opened,), extend=(pages,), prefill=(Prefill(1, 0, (5, 6), last=True),)))
+            engine.step(Plan(number, open=(opened,), extend=(pages,), prefill=(Prefill(1, 0, (5, 6)),)))
             print("nothing")
         except TinyLoopError as error:
             print(type(error).__name__)

@@ -125,6 +125,15 @@ def test_a_long_build_never_stops_a_stream() -> None:
     assert all(sum(len(p.tokens) for p in plan.prefill) <= 32 for plan in building)
 
 
+def test_a_chunk_says_how_many_tokens_are_still_to_come() -> None:
+    driver = Driver()
+    driver.create("long", tokens(400))
+    driver.run(until=lambda: driver.core.load().prefixes_ready == 1)
+    chunks = [chunk for plan in driver.plans for chunk in plan.prefill]
+    assert all(chunk.start + len(chunk.tokens) + chunk.num_left == 400 for chunk in chunks)
+    assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
 def test_a_short_prompt_passes_a_long_one() -> None:
     driver = Driver()
     driver.create("long", tokens(400))

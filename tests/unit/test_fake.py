@@ -29,7 +29,7 @@ def prefix_plan(number: int = 1, seq: int = 1) -> Plan:
         number,
         open=(Open(seq, None, 0, 2, 0, None),),
         extend=(Extend(seq, (block(0), block(1))),),
-        prefill=(Prefill(seq, 0, PROMPT, True),),
+        prefill=(Prefill(seq, 0, PROMPT),),
     )
 
 
@@ -40,7 +40,7 @@ def row_plan(number: int = 2) -> Plan:
         open=(Open(2, 1, 70, 2, 0, GREEDY),),
         extend=(Extend(2, (block(2),)),),
         clone=(Clone(2, block(1), block(2), 6),),
-        prefill=(Prefill(2, 70, (5, 6), True),),
+        prefill=(Prefill(2, 70, (5, 6)),),
     )
 
 
@@ -109,12 +109,12 @@ def test_what_is_sampled_follows_from_all_that_counts() -> None:
         (Plan(3, extend=(Extend(2, ((9, 10, 40),)),)), "does not exist"),
         (Plan(3, extend=(Extend(2, (block(1),)),)), "owned by 1"),
         (Plan(3, released=(0,)), "owned by 1"),
-        (Plan(3, decode=(2,), prefill=(Prefill(2, 72, (1,), False),)), "takes part twice"),
+        (Plan(3, decode=(2,), prefill=(Prefill(2, 72, (1,), 1),)), "takes part twice"),
         (Plan(3, decode=(2,), num_steps=5), "5 steps"),
         (Plan(3, decode=(1,)), "before its first token"),
-        (Plan(3, prefill=(Prefill(1, 69, (1,), False),)), "prefill at 69 of 70"),
-        (Plan(3, prefill=(Prefill(1, 70, (1,), True),)), "after the last"),
-        (Plan(3, prefill=(Prefill(1, 70, (1,) * 101, True),)), "too large"),
+        (Plan(3, prefill=(Prefill(1, 69, (1,), 1),)), "prefill at 69 of 70"),
+        (Plan(3, prefill=(Prefill(1, 70, (1,)),)), "after the last"),
+        (Plan(3, prefill=(Prefill(1, 70, (1,) * 101),)), "too large"),
         (Plan(3, first=(2,)), "has begun"),
         (Plan(3, activate=(1,)), "no active form"),
         (Plan(3, drop=(Drop(1, 3),)), "a drop below"),
@@ -123,7 +123,7 @@ def test_what_is_sampled_follows_from_all_that_counts() -> None:
                 3,
                 open=(Open(3, 1, 70, 2, 0, GREEDY),),
                 extend=(Extend(3, (block(3),)),),
-                prefill=(Prefill(3, 70, (1,), True),),
+                prefill=(Prefill(3, 70, (1,)),),
             ),
             "block 1 holds 0 tokens, 6 are read",
         ),
@@ -155,7 +155,7 @@ def test_a_broken_plan_is_noticed(plan: Plan, what: str) -> None:
 def test_too_many_rows_and_tokens_outside_the_vocabulary_are_noticed() -> None:
     with pytest.raises(PlanViolation, match="3 rows"):
         ready().step(Plan(3, decode=(2, 3, 4)))
-    bad = dataclasses.replace(prefix_plan(), prefill=(Prefill(1, 0, (512,), True),))
+    bad = dataclasses.replace(prefix_plan(), prefill=(Prefill(1, 0, (512,)),))
     with pytest.raises(PlanViolation, match="outside the vocabulary"):
         FakeEngine(LIMITS).step(bad)
 

@@ -26,7 +26,7 @@ def step(num_rows: int, **fields: object) -> Plan:
 
 
 def both(num_tokens: int, num_rows: int = 8, **fields: object) -> Plan:
-    return step(num_rows, prefill=(Prefill(99, 0, (1,) * num_tokens, False),), **fields)
+    return step(num_rows, prefill=(Prefill(99, 0, (1,) * num_tokens, 1),), **fields)
 
 
 def settled(took_ns: Callable[[Plan], float], num_rows: int = 8, *, pace: Pace | None = None) -> int:

@@ -37,7 +37,7 @@ class Direct:
             begins["activate"] = (self.PREFIX,)
         size, elapsed = self.engine.limits.max_chunk, 0.0
         for start in range(0, len(tokens), size):
-            chunk = Prefill(self.PREFIX, start, tokens[start : start + size], last=start + size >= len(tokens))
+            chunk = Prefill(self.PREFIX, start, tokens[start : start + size], len(tokens[start + size :]))
             elapsed += self._step(Plan(next(self._plans), prefill=(chunk,), **begins))
             begins = {}
         return elapsed

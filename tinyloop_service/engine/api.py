@@ -133,12 +133,17 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Append prompt tokens.  `last`: sample a request's first token, or keep a prefix's logits."""
+    """Append prompt tokens."""
 
     seq: SequenceId
     start: int  # absolute position of tokens[0]; equals the sequence's length
     tokens: TokenIds
-    last: bool
+    num_left: int = 0  # prompt tokens that later plans bring
+
+    @property
+    def last(self) -> bool:
+        """Sample a request's first token, or keep a prefix's logits."""
+        return not self.num_left
 
 
 @dataclass(frozen=True, slots=True)

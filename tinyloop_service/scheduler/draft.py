@@ -72,9 +72,9 @@ class Draft:
             self.open(sequence, feed.sampling, feed.prompt)
         at = sequence.length
         offset = at - sequence.extent.start
-        last = count == feed.remaining
+        num_left = feed.remaining - count
         self._grow(sequence, at + count)
-        self._prefill.append(Prefill(sequence.id, at, feed.tokens[offset : offset + count], last))
+        self._prefill.append(Prefill(sequence.id, at, feed.tokens[offset : offset + count], num_left))
 
     def decode(self, sequences: Iterable[Sequence], num_steps: int) -> None:
         """All decode rows of the plan; every one takes the same number of steps."""

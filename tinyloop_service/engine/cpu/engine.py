@@ -157,7 +157,7 @@ class CpuEngine:
         for prefill in prefills:
             sequence = self._table[prefill.seq]
             assert prefill.start == sequence.length, f"sequence {prefill.seq} has {sequence.length} tokens"
-            track = self._table.grow_track(sequence, sequence.length + len(prefill.tokens))
+            track = self._table.grow_track(sequence, sequence.length + len(prefill.tokens), num_left=prefill.num_left)
             chunk = Chunk(sequence, track, prefill.tokens, prefill.last)
             chunks.setdefault(GroupKey.of(sequence), []).append(chunk)
         return [PrefillRun(self._model.attention, self._table.pool, alike) for alike in chunks.values()]

@@ -150,23 +150,22 @@ class SequenceTable:
                 first = (sequence.first_block + i) * PAGE_TOKENS
                 self._reader.read(self.pool.page(block[layer]), kind, index, first, *kv[:, layer, i])
 
-    def grow_track(self, sequence: Sequence, end: int) -> Track:
-        """The sequence's track with room for positions up to `end`, inherited tokens of its first split copied."""
+    def grow_track(self, sequence: Sequence, end: int, *, num_left: int = 0) -> Track:
+        """The sequence's track with room for positions up to `end`, inherited tokens of its first split copied.
+
+        Room for `num_left` more is made at once where nothing slides out meanwhile: a track that grows is copied, for
+        which rows that decode beside a long prompt would wait.
+        """
+        splits = -(-(end if sequence.window else end + num_left) // PAGE_TOKENS)
         if sequence.track is None:
             sequence.track = Track(self._spec, self._spec.cache_layers(sequence.loops), sequence.first_block)
-            sequence.track.grow(_allotted_splits(sequence, end))
+            sequence.track.grow(splits)
             inherited = sequence.start % PAGE_TOKENS
             if inherited and sequence.first_block == sequence.first_split:
                 mine = sequence.track.splits(sequence.first_split, sequence.first_split + 1)
                 mine[..., :inherited, :] = inherited_split(sequence)[..., :inherited, :]
-        sequence.track.grow(-(-end // PAGE_TOKENS))
+        sequence.track.grow(splits)
         return sequence.track
-
-
-def _allotted_splits(sequence: Sequence, end: int) -> int:
-    """Where a new track ends: a prefix's with the pages that it was given, for it will be filled up to there."""
-    given = sequence.first_block + len(sequence.blocks) if sequence.sampler is None else 0
-    return max(-(-end // PAGE_TOKENS), given)
 
 
 def inherited_split(sequence: Sequence) -> Array:

@@ -112,7 +112,7 @@ class _RowCheck:
                 0,
                 open=(Open(_PREFIX, None, 0, self._loops, 0, None),),
                 extend=(Extend(_PREFIX, self._prefix_blocks()),),
-                prefill=(Prefill(_PREFIX, 0, tuple(self._tokens), last=True),),
+                prefill=(Prefill(_PREFIX, 0, tuple(self._tokens)),),
             )
         )
 
@@ -130,9 +130,7 @@ class _RowCheck:
                 open=tuple(Open(seq, _PREFIX, start, self._loops, 0, sampling) for seq in rows),
                 extend=tuple(Extend(seq, table) for seq, table in zip(rows, tables, strict=True)),
                 clone=tuple(clones) if partial else (),
-                prefill=tuple(
-                    Prefill(seq, start, (i % self._engine.limits.vocab_size,), last=True) for i, seq in enumerate(rows)
-                ),
+                prefill=tuple(Prefill(seq, start, (i % self._engine.limits.vocab_size,)) for i, seq in enumerate(rows)),
             )
         )
         went_on = self._engine.step(Plan(0, decode=tuple(rows), num_steps=_STEPS))
