@@ -12,8 +12,10 @@ from engines import engine_of, weights_of
 from tinyloop_service.demo import MODEL_PATH
 from tinyloop_service.engine.api import Extend, Open, Plan, Prefill
 from tinyloop_service.engine.cpu import CpuEngine
+from tinyloop_service.engine.cpu import rows as rows_module
 from tinyloop_service.engine.cpu.attention import AttentionKernels
 from tinyloop_service.engine.cpu.engine import useful_threads
+from tinyloop_service.engine.cpu.rows import Fold, RowArrays, Step
 from tinyloop_service.engine.cpu.runtime import Array, Kernel, use_threads
 from tinyloop_service.engine.cpu.selfcheck import check_attention, row_multiple
 from tinyloop_service.engine.spec import SIZES, Quant
@@ -94,6 +96,23 @@ def test_a_prompt_that_slides_has_no_more_room_than_it_shows() -> None:
     driver.step(prefill=(driver.chunk(held, 30),))
     track = driver.engine._table[held.id].track
     assert track is not None and track.end == 1
+
+
+def test_a_short_chunk_across_two_splits_reads_those_before_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice would take twice as long, for who decodes in the same plan too."""
+    driver = Driver(engine_of(SPEC))
+    held = driver.open(prompt=TOKENS)
+    driver.step(prefill=(driver.chunk(held, 120),))
+    read: list[tuple[int, int]] = []  # splits and rows of the folds over one layer
+
+    def fold_steps(kernels: object, folds: list[Fold], layer: int, rows: RowArrays, **options: bool) -> list[Step]:
+        if layer == 0:
+            read.extend((fold.splits.num_splits, len(rows.q)) for fold in folds)
+        return rows_module.fold_steps(kernels, folds, layer, rows, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tinyloop_service.engine.cpu.prefill.fold_steps", fold_steps)
+    driver.step(prefill=(driver.chunk(held, 16),))
+    assert read == [(1, 16), (1, 8)]  # the first split for all rows, then the second one for those in the third
 
 
 def test_pages_given_back_are_poisoned_and_pages_taken_are_zero() -> None:
