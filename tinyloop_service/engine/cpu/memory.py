@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +28,20 @@ from tinyloop_service.engine.cpu.runtime import Array
 from tinyloop_service.engine.spec import ModelSpec
 
 HALF_SPLIT = PAGE_TOKENS // 2  # zeros beyond change no bit
-_LONG_TRACK, _MOST_LATE = 16 << 20, 64 << 20  # bytes
+_HUGE, _MOST_LATE = 4 << 20, 64 << 20  # bytes: from the first on NumPy asks for huge pages
 _POISON = 0xFF  # in every byte: fp16's NaN
+
+
+def _late_zeros(num_bytes: int) -> NDArray[np.uint8]:
+    """Committed as they are written, some KB at a time.
+
+    Of NumPy's, 2 MB are where the kernel has huge pages.  To make one takes 0.1 to 5 ms (a virtual machine may have to
+    ask for the memory), and the first tokens of all layers write to many: for so long no row gets a token.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # a system that has no huge pages has no such advice either
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 class PagePool:
@@ -36,7 +49,7 @@ class PagePool:
 
     def __init__(self, num_pages: int, fields: Sequence[Field]) -> None:
         sizes = [field.num_bytes * PAGE_TOKENS for field in fields]
-        self._bytes: NDArray[np.uint8] = np.zeros((num_pages, sum(sizes)), np.uint8)
+        self._bytes: NDArray[np.uint8] = _late_zeros(num_pages * sum(sizes)).reshape(num_pages, -1)
         self._touched = np.zeros(num_pages, np.bool_)  # the others are zero still
         self._fields: Stored = {}  # views [pages, …, 64, …] of the bytes
         start = 0
@@ -127,7 +140,7 @@ class Track:
         """Make room up to split `end`, and for half as much again if this is not the first time."""
         if end > self.end:
             held = self.kv.shape[2]
-            self.kv = _resized(self.kv, max(end - self.first, held + held // 2), least=_LONG_TRACK)
+            self.kv = _resized(self.kv, max(end - self.first, held + held // 2), least=_HUGE)
 
     def drop(self, first: int) -> None:
         """Forget the splits below `first`."""
@@ -147,16 +160,13 @@ class Track:
 def _resized(kv: Array, size: int, *, least: int = 1) -> Array:
     """A copy with `size` entries on the third axis, those beyond what is held zero.
 
-    Of `least` to _MOST_LATE bytes, it is committed as it is written.  NumPy asks for huge pages, and the first tokens
-    of all layers write to every one of them: where free memory is in pieces that took 40 to 120 ms, in which no row got
-    a token.  A model whose arrays are larger has longer steps anyway.
+    Of `least` to _MOST_LATE bytes, it is committed as it is written.  A model whose arrays are larger has longer steps
+    anyway, and reads more.
     """
     shape = (*kv.shape[:2], size, *kv.shape[3:])
     num_bytes = math.prod(shape) * kv.itemsize
-    if least <= num_bytes <= _MOST_LATE:
-        new = np.frombuffer(mmap.mmap(-1, num_bytes), kv.dtype).reshape(shape)
-    else:
-        new = np.zeros(shape, kv.dtype)
+    late = least <= num_bytes <= _MOST_LATE
+    new = _late_zeros(num_bytes).view(kv.dtype).reshape(shape) if late else np.zeros(shape, kv.dtype)
     new[:, :, : kv.shape[2]] = kv
     return new
 
