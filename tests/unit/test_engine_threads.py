@@ -59,6 +59,22 @@ async def test_it_is_known_how_late_the_event_loop_came_to_a_result() -> None:
     await threads.close()
 
 
+async def test_an_event_loop_that_is_late_once_is_not_behind() -> None:
+    third_is_submitted = threading.Event()
+    threads = EngineThreads(FakeEngine(fault=lambda plan: third_is_submitted.set() if plan.number == 3 else None))
+    await threads.submit(Plan(1))
+    prompt_ns = threads.lag_ns
+    second, third = threads.submit(Plan(2)), threads.submit(Plan(3))
+    third_is_submitted.wait()  # the result of the second one was there before
+    began_ns = time.monotonic_ns()
+    while time.monotonic_ns() <= began_ns + prompt_ns:
+        pass
+    await second
+    assert threads.lag_ns == prompt_ns
+    await third
+    await threads.close()
+
+
 async def test_who_has_run_nothing_closes_without_threads() -> None:
     engine, before = FakeEngine(), threading.active_count()
     await EngineThreads(engine).close()

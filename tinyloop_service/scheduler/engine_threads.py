@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -22,6 +23,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from tinyloop_service.engine.api import Engine, Finished, Pending, Plan, StepResult
+
+_NUM_LAGS = 4  # that are kept
 
 _Calls = SimpleQueue[Callable[[], None] | None]  # None: the last one
 
@@ -42,8 +45,14 @@ class EngineThreads:
         self._submitting: _Calls = SimpleQueue()
         self._waiting: _Calls = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self.lag_ns = 0  # from when a plan's outcome was there to when the event loop came to it, the last time
+        self._lags_ns: deque[int] = deque(maxlen=_NUM_LAGS)
         self.submit_failed = False  # set on the engine's thread; until the owner clears it, plans are not submitted
+
+    @property
+    def lag_ns(self) -> int:
+        """From when a plan's outcome was there to when the event loop came to it: the least of the last few, for a
+        thread that wakes late once, the cores being taken, is behind with nothing."""
+        return min(self._lags_ns, default=0)
 
     def submit(self, plan: Plan) -> asyncio.Future[StepResult]:
         """What the plan gave.  Raises what waiting for it raised, NotSubmitted for what handing it over raised, NotRun
@@ -112,7 +121,7 @@ class EngineThreads:
             future.get_loop().call_soon_threadsafe(self._settle, future, outcome, time.monotonic_ns())
 
     def _settle(self, future: asyncio.Future[Any], outcome: object, told_ns: int) -> None:
-        self.lag_ns = time.monotonic_ns() - told_ns
+        self._lags_ns.append(time.monotonic_ns() - told_ns)
         if future.done():  # its waiter was cancelled
             return
         if isinstance(outcome, Exception):
