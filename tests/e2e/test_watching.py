@@ -174,6 +174,19 @@ def test_last_words_of_all_kinds_leave() -> None:
     assert done.stderr == "printed\nno endwhy\nlater\nlast of all\n"
 
 
+def test_what_grpc_says_of_an_answer_whose_caller_has_left_is_no_line_of_ours() -> None:
+    code = (
+        "import logging; from tinyloop_service.observe.logs import configure_logging\n"
+        "from tinyloop_service.settings import ServerSettings\n"
+        "configure_logging(ServerSettings())\n"
+        "log = logging.getLogger('grpc._cython.cygrpc')\n"
+        "log.error('ExecuteBatchError raised in core by servicer method [/x.Y/Z]')\n"
+        "log.error('Unexpected [Bug] raised by servicer method [/x.Y/Z]')"
+    )
+    done = subprocess.run((sys.executable, "-c", code), stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
+    assert "ExecuteBatchError" not in done.stderr and "Unexpected [Bug]" in done.stderr
+
+
 def test_lines_that_were_dropped_are_counted_and_the_next_one_has_their_number() -> None:
     code = (
         "import structlog; from tinyloop_service.observe.logs import configure_logging, dropped_lines\n"

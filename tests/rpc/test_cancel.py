@@ -10,12 +10,16 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc._cython.cygrpc import ExecuteBatchError  # type: ignore[import-untyped]
 from rpc_harness import Served, collect, expected_tokens, ids, reason_of, serving, until
 
 from tinyloop_service.engine.fake import FakeEngine
+from tinyloop_service.observe.metrics import Metrics
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import generation_pb2_grpc
 from tinyloop_service.pb import prefix_pb2 as p
+from tinyloop_service.rpc.creation import PrefixCreator
+from tinyloop_service.rpc.generation_service import GenerationService
 
 Gated = tuple[Served, threading.Event]
 PROMPT = tuple(range(1, 300))
@@ -216,3 +220,32 @@ async def test_a_thousand_cancelled_streams_leave_nothing_behind(
     assert grown_kib < 20 * 1024, f"1000 cancelled streams left {grown_kib} KiB behind"
     load = served.scheduler.load()
     assert load.pages_free == load.pages_total
+
+
+class _LeftContext:
+    """Of a call whose caller has just left: gRPC takes no more of it."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def set_trailing_metadata(self, trailers: object) -> None: ...
+
+    async def write(self, message: object) -> None:
+        raise ExecuteBatchError("execute_batch", ())
+
+    async def abort(self, *status: object) -> None:
+        raise AssertionError(f"there is nobody to tell {status}")
+
+
+async def test_a_caller_that_leaves_while_an_answer_is_written_is_no_fault_of_ours(
+    quiet_logs: list[dict[str, Any]],
+) -> None:
+    async with serving(metrics_listen="127.0.0.1:0") as served:
+        metrics: Metrics = served.app._observation._metrics
+        service = GenerationService(served.app._backend, PrefixCreator(served.app._backend))
+        with pytest.raises(grpc.aio.InternalError):
+            await service.Generate(request(), _LeftContext())  # type: ignore[arg-type]
+        await until(lambda: sum(count for (method, _), count in metrics.calls.items() if method == "Generate") == 1)
+        assert metrics.calls["Generate", "CANCELLED"] == 1
+        await served.settled()
+    assert [log["event"] for log in quiet_logs if log.get("method") == "Generate"] == ["cancelled"]

@@ -20,6 +20,7 @@ from tinyloop_service.settings import LogFormat, ServerSettings
 
 _log = structlog.get_logger("tinyloop.rpc")
 _ENDLESS = ("WatchPrefix",)  # lasts as long as what it watches
+_CALLER_GONE = "ExecuteBatchError raised in core"  # gRPC, with a traceback, of an answer whose caller had just left
 _STDERR = 2  # the process's, whatever Python's stream of that name is at the moment
 _lines: Lines | None = None  # this process's, once it is configured
 
@@ -72,9 +73,11 @@ def settle_log() -> None:
 
 
 class _Forward(logging.Handler):
-    """What libraries have to say comes in the same form."""
+    """What libraries have to say comes in the same form, but for what callers may do as they like."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith(_CALLER_GONE):
+            return
         structlog.get_logger(record.name).log(record.levelno, record.getMessage(), exc_info=record.exc_info)
 
 

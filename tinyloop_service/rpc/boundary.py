@@ -5,6 +5,7 @@
     our errors             → abort with their status (status.py)
     anything unforeseen    → INTERNAL that says nothing of itself; the observer gets the exception
     the caller's cancel    → re-raised: swallowing it leaks the call (also deadline and lost connection)
+    a write that fails     → the same: gRPC has found out first that the caller is gone
     a stray CancelledError → INTERNAL: let out, it would leave the caller hanging
 
 A request id comes from the caller's `x-request-id` or is made here; it is in every log line, in ErrorInfo and in the
@@ -64,7 +65,7 @@ class answering:
     ) -> None:
         if error is None:
             self._ended()
-        elif isinstance(error, asyncio.CancelledError) and _cancelled_by_caller():
+        elif _is_callers_end(error):
             self._call.code = grpc.StatusCode.CANCELLED.name
             self._ended()
         elif isinstance(error, Exception | asyncio.CancelledError):
@@ -145,6 +146,12 @@ def _metadata(context: Context, keys: Collection[str]) -> dict[str, str]:
     """What the caller sent under these keys, as text."""
     sent = context.invocation_metadata() or ()
     return {key: value for key, value in sent if key in keys and isinstance(value, str)}
+
+
+def _is_callers_end(error: BaseException) -> bool:
+    if isinstance(error, grpc.aio.InternalError):  # of gRPC's own operations: messages, status
+        return True
+    return isinstance(error, asyncio.CancelledError) and _cancelled_by_caller()
 
 
 def _cancelled_by_caller() -> bool:
