@@ -25,8 +25,8 @@ TIMEOUT_S = 60
 
 
 def clean_environment() -> dict[str, str]:
-    """Without settings that happen to be set, and with plain output."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TINYLOOP_")}
+    """Without settings that happen to be set, those that this process gave itself among them, and with plain output."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TINYLOOP_", "GRPC_VERBOSITY"))}
     return {**kept, "COLUMNS": "120", "NO_COLOR": "1"}
 
 

@@ -7,6 +7,12 @@ Delta                                                                       the 
 Tls                       a client's certificates
 """
 
+import os
+
+# Read when gRPC is imported, which is below.  Less than errors are every bad handshake and every connection that ends,
+# in a form of its own, and its threads would wait for who reads that.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 from tinyloop_service.client import AsyncClient, Client, Prefix, Tls
 from tinyloop_service.completion import Choice, Completion, Delta
 from tinyloop_service.errors import (

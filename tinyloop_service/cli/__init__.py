@@ -12,12 +12,6 @@ Exit status: 0 done, 1 refused or failed (one line says why and what to do), 2 w
 128 + number another signal.
 """
 
-import os
-
-# Read when gRPC is imported.  Below errors its core tells of every bad handshake, in a form of its own, and its threads
-# would wait for who reads that.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-
 from tinyloop_service.cli.main import main
 
 __all__ = ["main"]
