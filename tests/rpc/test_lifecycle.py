@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -248,6 +249,38 @@ async def test_health_is_watched_where_calls_are_served_and_no_watch_holds_a_ser
         await asyncio.gather(running, stopping)
         for ended in (watch, unknown):  # by the server; after its last seconds of patience it would have cut them off
             assert await ended.read() is grpc.aio.EOF and await ended.code() is grpc.StatusCode.OK
+
+
+async def test_connections_that_stay_leave_room_for_health_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (16, 16))
+
+    def connect(address: str) -> tuple[list[socket.socket], int]:
+        host, _, port = address.rpartition(":")
+        connections = [socket.create_connection((host, int(port)), timeout=20) for _ in range(40)]
+        answered = 0
+        for connection in connections:
+            with suppress(ConnectionError):  # refused, as is a silent end
+                answered += bool(connection.recv(1))
+        return connections, answered
+
+    async with serving(health_listen="127.0.0.1:0") as served:
+        connections, answered = await asyncio.to_thread(connect, served.address)
+        assert 1 <= answered <= 12
+        assert await health(served.app.health_address) == SERVING
+        for connection in connections:
+            connection.close()
+        async with asyncio.timeout(20):
+            while await asyncio.to_thread(_is_refused, served.address):
+                pass
+
+
+def _is_refused(address: str) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            model_pb2_grpc.ModelServiceStub(channel).GetLoad(model_pb2.GetLoadRequest())
+        except grpc.RpcError:
+            return True
+        return False
 
 
 async def test_an_old_connection_is_replaced_under_running_streams() -> None:

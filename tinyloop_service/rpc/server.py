@@ -5,6 +5,8 @@ Two servers on one event loop: the one that serves, and a small one for health a
 
 from __future__ import annotations
 
+import resource
+
 import grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -50,7 +52,11 @@ def make_server(
     settings: ServerSettings, backend: Backend, tokens: TokensFile | None, health: Health
 ) -> grpc.aio.Server:
     """The serving server with every service, not yet listening.  `tokens`: who may call; None: everybody."""
-    options = [*_OPTIONS, ("grpc.max_receive_message_length", settings.max_request_bytes)]
+    options = [
+        *_OPTIONS,
+        _most_connections(3 / 4),
+        ("grpc.max_receive_message_length", settings.max_request_bytes),
+    ]
     if settings.max_connection_age_s is not None:  # with no grace: streams live on, new calls find new replicas
         options.append(("grpc.max_connection_age_ms", round(settings.max_connection_age_s * 1000)))
     interceptors = [Authenticate(tokens, backend.observer)] if tokens is not None else []
@@ -68,9 +74,16 @@ def make_server(
 
 def make_health_server(health: Health) -> grpc.aio.Server:
     """For health alone, not yet listening."""
-    server = grpc.aio.server(options=_OPTIONS)
+    server = grpc.aio.server(options=[*_OPTIONS, _most_connections(1 / 8)])
     health.add_to(server)
     return server
+
+
+def _most_connections(share: float) -> tuple[str, int]:
+    """A share of the files that this process may open: the rest is for health, metrics, names and snapshots, whoever
+    connects and stays."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return "grpc.max_allowed_incoming_connections", 2**20 if files == resource.RLIM_INFINITY else int(files * share)
 
 
 def listen(server: grpc.aio.Server, address: str, field: str, credentials: grpc.ServerCredentials | None = None) -> str:
