@@ -6,7 +6,7 @@
 //
 //   table      fp16   [V][d]     d a multiple of 8
 //   row_slot   int32  [R]        a row's slot, −1: padding, which gets zeros and position −1
-//   token      int32  [S]        of every slot, what was sampled last; negative reads row 0 (nobody uses the result)
+//   token      int32  [S]        of every slot, what was sampled last; negative: it has ended, as padding
 //   length     int32  [S]        of every slot, tokens stored: the position of the token fed now
 //   ids        int32  [T]        negative reads row 0
 //   x          fp32   [R or T][d]
@@ -45,9 +45,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   dependency_wait();
   dependency_launch();
   const int row = blockIdx.x, slot = row_slot[row];
-  const bool padding = slot < 0;
-  if (threadIdx.x == 0) position[row] = padding ? -1 : length[slot];
-  write_row(x + static_cast<long long>(row) * d, padding ? nullptr : table_row(table, token[slot], d), d);
+  const i32 id = slot < 0 ? -1 : token[slot];
+  if (threadIdx.x == 0) position[row] = id < 0 ? -1 : length[slot];
+  write_row(x + static_cast<long long>(row) * d, id < 0 ? nullptr : table_row(table, id, d), d);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

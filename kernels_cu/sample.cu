@@ -19,8 +19,13 @@
 //   mass          u64  [R][chunks]        scratch: Σ exp(l − largest l of the chunk), in units of 2^-44
 //   token, length i32  [slots]            token is written; length grows by `advance`
 //   out_tokens    i32  [steps][R]         −1: the row's largest logit is not finite (token[slot] is then 0)
+//                                         −2: the row had ended, here and behind
 //   out_logprobs  f32  [steps][R][1+20]   the token's, then those of out_top
 //   out_top       i32  [steps][R][20]
+//
+// A row ends with the token for position `end` of its record, or with the first that is one of its stops: token[slot] is
+// then −2 (embed.cu takes it for padding), and of a row that has ended a decode step leaves everything as it is, but
+// for out_tokens: what lies behind the first −2 there, of its steps, is old.
 //
 // V < 2^19.  Two launches: sample_scan, a block a (chunk of 2048, row), reads the logits once; sample_finish, a block
 // a row, ends at once for argmax, else works on the few groups of 32 that can hold a kept element, and on the whole
@@ -33,6 +38,7 @@ constexpr int kChunk = 2048;
 constexpr int kPerThread = kChunk / kScanThreads;  // two vectors of 4, half a chunk apart
 constexpr int kGroupsPerChunk = kChunk / kGroup;
 constexpr int kMaxBias = 300;
+constexpr i32 kNotFinite = -1, kEnded = -2;
 constexpr float kLargest = 3.4028234663852886e38f;
 static_assert(kPerThread == 8 && kChunk % kGroup == 0, "load_keys and write_group_maxima are written out for these");
 
@@ -193,6 +199,13 @@ DEVICE void write_logprobs(float* logprobs, i32* top, int count, float drawn, do
   if (place) top[place - 1] = entry_id(entry);
 }
 
+// Whether a token drawn for `position` is a row's last.  By a warp.
+DEVICE bool is_last(const Record& record, i32 drawn, i32 position) {
+  const int lane = threadIdx.x % 32;
+  const bool stops = drawn >= 0 && lane < kMaxStops && record.stops[lane] == drawn;
+  return ballot(stops) != 0 || position >= record.end;
+}
+
 extern "C" __global__ void __launch_bounds__(kSelectThreads, 1)
     sample_finish(const u64* row_logits, const i32* row_slot, const i32* base_length, const Record* records,
                   const float* scores, const u64* best, const u32* maxima, const u64* mass, u32* seen, i32* token,
@@ -208,6 +221,11 @@ extern "C" __global__ void __launch_bounds__(kSelectThreads, 1)
   const Record record = records[slot];
   const bool sampled = !is_argmax(record), adjusted = adjusts(record), ranked = record.num_logprobs > 0;
   const i32 stored = length[slot], step = stored - base_length[row];
+  if (advance && token[slot] < 0) {
+    const i32 behind = max(step, 0);  // what it drew in this plan, if anything
+    if (threadIdx.x == 0 && behind < num_steps) out_tokens[static_cast<u64>(behind) * num_rows + row] = kEnded;
+    return;
+  }
   const bool kept = step >= 0 && step < num_steps;
   const u64 place = static_cast<u64>(step) * num_rows + row;
   if (!sampled && !ranked && threadIdx.x >= 32) return;  // one warp is enough
@@ -215,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kSelectThreads, 1)
   i32 drawn = entry_id(best_score);
 
   if (!key_is_finite(entry_key(best_logit))) {
-    drawn = -1;
+    drawn = kNotFinite;
   } else if (sampled || ranked) {
     const uint4* row_maxima = reinterpret_cast<const uint4*>(maxima + static_cast<u64>(2 * row) * num_groups);
     const uint4* row_scores = reinterpret_cast<const uint4*>(scores) + static_cast<u64>(row) * ((vocab + 3) / 4);
@@ -239,9 +257,11 @@ extern "C" __global__ void __launch_bounds__(kSelectThreads, 1)
     }
   }
 
+  if (threadIdx.x >= 32) return;
+  const bool ends = is_last(records[slot], drawn, stored + advance);
   if (threadIdx.x != 0) return;
   if (kept) out_tokens[place] = drawn;
-  token[slot] = max(drawn, 0);
+  token[slot] = ends ? kEnded : max(drawn, 0);
   length[slot] = stored + advance;
   if (record.penalty != 1 && drawn >= 0)
     seen[static_cast<u64>(slot) * ((vocab + 31) / 32) + drawn / 32] |= 1u << drawn % 32;

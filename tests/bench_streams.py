@@ -60,7 +60,11 @@ class BlankEngine(FakeEngine):
     """Costs nothing."""
 
     def _decode(self, seq: SequenceId, num_steps: int) -> RowOutput:
-        return RowOutput(seq, TOKENS[:num_steps])
+        sequence = self._sequence(seq)
+        assert sequence.opened.end is not None
+        count = min(num_steps, sequence.opened.end - sequence.length)
+        sequence.length += count
+        return RowOutput(seq, TOKENS[:count])
 
 
 FAKES = {"fake": FakeEngine, "blank": BlankEngine}

@@ -7,6 +7,7 @@
 #include "select.cuh"
 
 constexpr int kMaxTop = 20;  // logprobs
+constexpr int kMaxStops = 15;
 constexpr int kHead = 512;   // groups that make the list, at most
 constexpr int kCoarseBins = 1024;
 constexpr int kWeightBits = 44;
@@ -82,8 +83,10 @@ struct Record {
   u32 choice;
   i32 num_logprobs;  // at most kMaxTop, and V
   i32 num_bias;
+  i32 end;           // the position of its last token
+  i32 stops[kMaxStops];  // or the token is one of these; −1: none
 };
-static_assert(sizeof(Record) == 64, "kernels/sample.py packs this");
+static_assert(sizeof(Record) == 128, "kernels/sample.py packs this");
 
 DEVICE bool is_argmax(const Record& record) { return record.inverse_temperature == 0; }
 DEVICE bool adjusts(const Record& record) { return record.penalty != 1 || record.num_bias > 0; }

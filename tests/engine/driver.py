@@ -6,7 +6,7 @@ own page counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engines import ReadableEngine
 
@@ -38,6 +38,7 @@ class Held:
     length: int
     tokens: TokenIds  # the whole prompt
     blocks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # absolute index → page ids
+    end: int | None = None
 
 
 class Driver:
@@ -81,13 +82,18 @@ class Driver:
         window: int = 0,
         sampling: Sampling | None = None,
         prompt: TokenIds = (),
+        max_tokens: int | None = None,
+        stop_tokens: TokenIds = (),
     ) -> Held:
         self._next += 1
         start = parent.length if parent else 0
         loops = loops or self.loops
         held = Held(self._next, parent, loops, window, start, start, (parent.tokens if parent else ()) + prompt)
         told = held.tokens if sampling and sampling.repetition_penalty != 1 else ()
-        self._open.append(Open(held.id, parent.id if parent else None, start, loops, window, sampling, told))
+        end = None if max_tokens is None else len(held.tokens) + max_tokens - 1
+        opened = Open(held.id, parent.id if parent else None, start, loops, window, sampling, told)
+        self._open.append(replace(opened, end=end, stop_tokens=stop_tokens))
+        held.end = end
         return held
 
     def room(self, held: Held, end: int) -> None:
@@ -149,7 +155,7 @@ class Driver:
         *,
         sampling: Sampling = GREEDY,
         chunk: int | None = None,
-        **options: int,
+        **options: int | TokenIds | None,
     ) -> Held:
         """Open a request and draw its first token."""
         held = self.open(parent, sampling=sampling, prompt=tokens, **options)  # type: ignore[arg-type]
@@ -165,8 +171,8 @@ class Driver:
             now = min(steps, at_once, self._limits.max_steps)
             steps -= now
             for held in rows:
-                self.room(held, held.length + now)
-                held.length += now
+                held.length = held.length + now if held.end is None else min(held.length + now, held.end)
+                self.room(held, held.length)
             drops = tuple(drop for held in rows for drop in self._drops(held))
             self.step(decode=tuple(held.id for held in rows), num_steps=now, drop=drops)
 

@@ -81,3 +81,40 @@ def test_company_and_a_build_change_nothing(driver: Driver) -> None:
     assert np.array_equal(driver.engine.read_kv(build.id), driver.engine.read_kv(whole.id)[:, :, :, -own:])
     assert np.array_equal(driver.engine.read_logits(build.id), driver.engine.read_logits(whole.id))
     driver.close(*rows, build, whole, full, windowed)
+
+
+def test_requests_end_by_themselves(driver: Driver) -> None:
+    """With their last token or one that stops them, in the middle of a plan, the first one too; the others go on."""
+    prefix = driver.prefix(TOKENS[:70])
+    free = {size: driver.alone(prefix, TOKENS[80 : 80 + size], 9, sampling=HOT) for size in (0, 3)}
+    ids = {size: [token for token, _ in drawn] for size, drawn in free.items()}
+    unlike = len(set(range(96)) - set(ids[0]) - set(ids[3])) >= 2
+    assert unlike, "what is drawn leaves no token that stops nobody"
+    never = tuple(set(range(96)) - set(ids[0]) - set(ids[3]))[:2]
+
+    def length_until(size: int, token: int) -> int:
+        return ids[size].index(token) + 1
+
+    wanted = {  # suffix, max_tokens, stop tokens: how many tokens come
+        (0, 7, ()): 7,  # in its second plan
+        (3, 5, never): 5,  # with the last step of its first plan
+        (3, 1, ()): 1,
+        (0, None, (never[0], ids[0][2])): length_until(0, ids[0][2]),
+        (3, 8, (ids[3][5], never[1])): length_until(3, ids[3][5]),
+        (0, 8, (ids[0][0],)): 1,
+        (0, None, never): 9,
+    }
+    rows = [
+        driver.request(prefix, TOKENS[80 : 80 + size], sampling=HOT, max_tokens=most, stop_tokens=stops)
+        for size, most, stops in wanted
+    ]
+    driver.decode(rows, 8, at_once=4)
+    for held, (size, most, stops) in zip(rows, wanted, strict=True):
+        assert driver.drawn[held.id] == free[size][: wanted[size, most, stops]], (size, most, stops)
+    *over, last = rows
+    assert driver.step(decode=tuple(held.id for held in over), num_steps=2).rows == ()
+    driver.close(*over)
+    again = driver.request(prefix, sampling=HOT)  # where one was that had ended
+    driver.decode([again, last], 3, at_once=3)
+    assert driver.drawn[again.id] == free[0][:4]
+    driver.close(again, last, prefix)

@@ -22,6 +22,8 @@ class Row:
     sampling: Sampling
     position: int = 7  # of the token to be drawn
     prompt: TokenIds = ()
+    end: int | None = None
+    stop_tokens: TokenIds = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Batch:
         for i, slot in enumerate(self.slots):
             if slot >= 0:
                 row = next(remaining)
-                self.tables.write(slot, row.sampling, row.prompt)
+                self.tables.write(slot, row.sampling, row.prompt, end=row.end, stop_tokens=row.stop_tokens)
                 padded[i, : self.vocab] = row.logits
                 lengths[slot] = base[i] = row.position
         self.tables.flush()
@@ -79,7 +81,7 @@ class Batch:
         self.row_logits = device.upload(np.array([_address(self.logits[i]) for i in range(len(padded))], np.int64))
         self.row_slot = device.upload(np.array(self.slots, np.int32))
         self.base_length, self.length = device.upload(base), device.upload(lengths)
-        self.token = device.upload(np.full(num_slots, -7, np.int32))
+        self.token = device.upload(np.full(num_slots, 7, np.int32))
         shape = (num_steps, len(self.slots))
         self.out_tokens = device.upload(np.full(shape, -9, np.int32))
         self.out_logprobs = device.upload(np.full((*shape, 1 + MAX_LOGPROBS), -9, np.float32))

@@ -24,7 +24,7 @@ def test_decode_rows(device: Device, rows: int, width: int) -> None:
     table, row_slot = table_of(width), rng.integers(0, SLOTS, rows).astype(np.int32)
     token, length = (rng.integers(0, VOCABULARY, SLOTS).astype(np.int32) for _ in range(2))
     row_slot[1::4] = -1
-    token[row_slot[0]] = -1  # a slot that has sampled nothing yet
+    token[row_slot[0]] = -1  # a slot that has ended
     x, position = np.empty((rows, width), np.float32), np.empty(rows, np.int32)
     reference.embed(table, row_slot, token, length, x, position)
     there = device.empty((rows, width), np.float32), device.empty(rows, np.int32)

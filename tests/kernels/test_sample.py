@@ -14,7 +14,7 @@ from tinyloop_service.engine.noise import uniform
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.references import sample as twin
-from tinyloop_service.kernels.sample import SamplerTables
+from tinyloop_service.kernels.sample import ENDED, MAX_STOPS, SamplerTables
 from tinyloop_service.types import Sampling
 
 VOCAB = 1013  # one chunk, listed whole; not a multiple of 4
@@ -272,6 +272,50 @@ def test_steps_land_one_after_the_other(device: Device) -> None:
     assert device.download(batch.length).tolist() == [9, 104]
     last = draw_one(device, logits_of(0), sampling, 104)
     assert device.download(batch.token).tolist() == [int(logits_of(1).argmax()), last]
+
+
+def test_slots_end_by_themselves(device: Device) -> None:
+    """With the token for their last position, or one that stops them, be it the last that is looked for."""
+    likeliest, hot = [int(logits_of(seed).argmax()) for seed in range(3)], Sampling(temperature=1.0, logprobs=1)
+    others = tuple(token for token in range(20) if token not in likeliest)[: MAX_STOPS - 1]
+    rows = [
+        Row(logits_of(0), Sampling(), 5, end=7),
+        Row(logits_of(1), Sampling(), 5, stop_tokens=(*others, likeliest[1])),
+        Row(logits_of(1), Sampling(), 5, stop_tokens=(*others, others[0], likeliest[1])),  # one too many
+        Row(logits_of(2), hot, 5, end=9),
+    ]
+    batch = Batch(device, rows, num_steps=4)
+    for _ in range(4):
+        batch.sample(advance=True)
+    tokens = [[drawn.token for drawn in batch.drawn(step)] for step in range(4)]
+    by_row = [list(row) for row in zip(*tokens, strict=True)]
+    assert by_row[0][:3] == [likeliest[0], likeliest[0], ENDED]
+    assert by_row[1][:2] == [likeliest[1], ENDED]
+    assert by_row[2] == [likeliest[1]] * 4
+    assert by_row[3] == [draw_one(device, logits_of(2), hot, position) for position in range(6, 10)]
+    assert device.download(batch.length).tolist() == [7, 6, 9, 9]
+    assert device.download(batch.token).tolist() == [ENDED, ENDED, likeliest[1], ENDED]
+    logprobs = device.download(batch.out_logprobs)[:, 3].tolist()
+    batch.sample(advance=True)  # the next plan's first step, which nobody has prepared
+    batch.base_length = device.upload(np.full(4, 9, np.int32))  # the host's: it does not know what stopped a row
+    batch.sample(advance=True)
+    assert [drawn.token for drawn in batch.drawn(0)] == [ENDED, ENDED, likeliest[1], ENDED]
+    assert device.download(batch.length).tolist() == [7, 6, 11, 9]
+    assert device.download(batch.out_logprobs)[:, 3].tolist() == logprobs
+
+
+def test_a_first_token_may_be_the_last_and_follows_one_that_had_ended(device: Device) -> None:
+    likeliest = int(logits_of(0).argmax())
+    for row in (
+        Row(logits_of(0), Sampling(), 7, end=7),
+        Row(logits_of(0), Sampling(), 7, stop_tokens=(likeliest,)),
+        Row(logits_of(0), Sampling(), 7, end=8),
+    ):
+        batch = Batch(device, [row])
+        batch.token = device.upload(np.array([ENDED], np.int32))
+        batch.sample()
+        assert batch.drawn()[0].token == likeliest
+        assert device.download(batch.token).tolist() == [likeliest if row.end == 8 else ENDED]
 
 
 def test_a_first_token_leaves_lengths_alone(device: Device) -> None:

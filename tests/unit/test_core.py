@@ -152,6 +152,25 @@ def test_steps_come_in_several_when_nothing_waits() -> None:
     assert [plan.num_steps for plan in driver.plans if plan.decode] == [4, 4, 3]
 
 
+def test_a_row_near_its_end_does_not_shorten_plans() -> None:
+    driver = Driver()
+    for most in (2, 3, 12):
+        driver.submit(GenerationRequest((1, 2), most))
+    driver.run()
+    assert [plan.num_steps for plan in driver.plans if plan.decode] == [4, 4, 3]
+    assert [len(plan.decode) for plan in driver.plans if plan.decode] == [3, 1, 1]
+
+
+def test_the_engine_is_told_what_ends_a_request() -> None:
+    driver = Driver(dataclasses.replace(SMALL, eos_token_ids=(11, 12)))
+    stops = Stops(token_sequences=((5,), (6, 7)))
+    driver.submit(GenerationRequest((1, 2), 3, stops=stops))
+    driver.submit(GenerationRequest((1, 2, 3), 3, stops=dataclasses.replace(stops, ignore_eos=True)))
+    driver.run()
+    opened = [(each.end, each.stop_tokens) for plan in driver.plans for each in plan.open]
+    assert opened == [(4, (11, 12, 5)), (5, (5,))]
+
+
 def test_one_step_at_a_time_while_somebody_waits() -> None:
     driver = Driver(dataclasses.replace(SMALL, max_rows=1))
     driver.submit(GenerationRequest((1, 2), 4))

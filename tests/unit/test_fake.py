@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -65,6 +66,21 @@ def test_warm_rows_give_what_the_whole_prompt_gives(strict: bool) -> None:
         engine.step(Plan(4, decode=(2,))),
     ]
     assert sampled(*results) == expected_tokens([((*PROMPT, 5, 6), 0)], 6, GREEDY, 2, LIMITS)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 6])
+@pytest.mark.parametrize("by", ["end", "stop_tokens"])
+def test_a_row_ends_by_itself(by: str, num_tokens: int) -> None:
+    wanted = expected_tokens([((*PROMPT, 5, 6), 0)], 6, GREEDY, 2, LIMITS)
+    assert wanted.index(wanted[num_tokens - 1]) == num_tokens - 1, "a stop token that comes earlier as well"
+    ends = {"end": {"end": 71 + num_tokens}, "stop_tokens": {"stop_tokens": (wanted[num_tokens - 1],)}}[by]
+    engine, plan = ready(row=False), row_plan()
+    results = [
+        engine.step(replace(plan, open=(replace(plan.open[0], **ends),))),
+        *(engine.step(Plan(number, decode=(2,), num_steps=4)) for number in (3, 4)),
+    ]
+    assert sampled(*results) == wanted[:num_tokens]
+    assert engine.step(Plan(5, decode=(2,), num_steps=4)).rows == ()
 
 
 def test_an_empty_suffix_starts_from_the_kept_logits() -> None:

@@ -31,6 +31,7 @@ from typing import NamedTuple, Protocol
 from tinyloop_service.types import CacheMode, Sampling, TokenIds, TokenLogprob
 
 PAGE_TOKENS = 64
+MAX_STOP_TOKENS = 15  # of one sequence, that every engine looks for
 SequenceId = int
 Block = tuple[int, ...]  # page ids, one per cache layer
 
@@ -85,7 +86,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A new sequence.  `sampling` None: a prefix; its last prefill keeps the logits of its last token."""
+    """A new sequence.  `sampling` None: a prefix; its last prefill keeps the logits of its last token.
+
+    A request *ends* by itself, in the middle of a plan if need be: with the token drawn for position `end`, or with the
+    first that is one of `stop_tokens`.  It then takes no more steps, whatever plans ask for, until it is closed.
+    """
 
     seq: SequenceId
     parent: SequenceId | None
@@ -95,6 +100,8 @@ class Open:
     sampling: Sampling | None
     prompt: TokenIds = ()  # every prompt token, the parents' included; given when repetition_penalty ≠ 1
     first_block: int | None = None  # of its own, where it is restored and slides; None: start // 64
+    end: int | None = None  # of a request: the position of its last token, which is never stored; None: there is none
+    stop_tokens: TokenIds = ()  # of a request; engines may look for the first MAX_STOP_TOKENS alone
 
     @property
     def first_own_block(self) -> int:
@@ -159,8 +166,8 @@ class Plan:
     """One unit of work.  Fields are carried out from top to bottom.
 
     A sequence appears in at most one of `first`, `prefill` and `decode`.  Decode rows may hang from any mix of
-    prefixes and have any mix of loops; every one of them takes `num_steps` steps, and the scheduler never asks for
-    more than a row's max_tokens.
+    prefixes and have any mix of loops; every one of them takes `num_steps` steps, or as many as there are before it
+    ends (`Open`), and needs pages for those that its `end` lets it take.
     """
 
     number: int
@@ -214,8 +221,8 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One RowOutput for every `first`, every `last` prefill of a request, and every decode row; one Saved for every
-    `save`."""
+    """One RowOutput for every `first`, every `last` prefill of a request, and every decode row that had not ended; one
+    Saved for every `save`."""
 
     rows: tuple[RowOutput, ...]
     saved: tuple[Saved, ...] = ()

@@ -168,7 +168,7 @@ class FakeEngine:
             self._activate(seq)
         rows = [self._first(seq) for seq in plan.first]
         rows += [output for prefill in plan.prefill if (output := self._prefill(prefill)) is not None]
-        rows += [self._decode(seq, plan.num_steps) for seq in plan.decode]
+        rows += [self._decode(seq, plan.num_steps) for seq in plan.decode if not self._sequence(seq).has_ended]
         for drop in plan.drop:
             self._drop(drop)
         return StepResult(tuple(rows), saved)
@@ -261,6 +261,8 @@ class FakeEngine:
             if sequence.last_token is None:
                 raise PlanViolation(f"sequence {seq} decodes before its first token")
             tokens.append(self._sample(sequence, self._append(sequence, sequence.last_token), logprobs))
+            if sequence.has_ended:
+                break
         return RowOutput(seq, tuple(tokens), tuple(logprobs))
 
     def _drop(self, drop: Drop) -> None:

@@ -93,6 +93,12 @@ class Sequence:
     seen: frozenset[int] = NO_TOKENS  # tokens under repetition penalty
     total: int | None = None  # sum of what the next token sees, where it may be carried on
 
+    @property
+    def has_ended(self) -> bool:
+        """As `Open` says of a request."""
+        is_last = self.opened.end is not None and self.length >= self.opened.end
+        return self.last_token is not None and (is_last or self.last_token in self.opened.stop_tokens)
+
     def block_entries(self, index: int, pages: Pages) -> list[int]:
         """The entries of absolute block `index`, own or a parent's; checks every page of it."""
         owner: Sequence | None = self

@@ -24,7 +24,7 @@ def embed(
     """x[r] = table[token[slot]], position[r] = length[slot] with slot = row_slot[r].
 
     table fp16 [V, d], d a multiple of 8; row_slot int32 [R], −1 for padding: zeros and position −1; token and length
-    int32 [S]; x fp32 [R, d]; position int32 [R].  A negative token reads row 0.
+    int32 [S], a negative token likewise; x fp32 [R, d]; position int32 [R].
     """
     sizes = match(
         "embed",

@@ -23,7 +23,10 @@ _SCAN_THREADS, _FINISH_THREADS = 256, 512
 _CHUNK, _GROUP = 2048, 32  # elements a block of the scan reads, and under one maximum
 _WEIGHT_BITS = 44
 MAX_VOCAB = 2**19
-_RECORD = struct.Struct("<QdddQffiIii")  # draw.cuh: struct Record
+MAX_STOPS = 15
+NOT_FINITE, ENDED = -1, -2  # in place of a token
+_RECORD = struct.Struct(f"<QdddQffiIiii{MAX_STOPS}i")  # draw.cuh: struct Record
+_NO_END = 2**31 - 1
 
 
 class SamplerTables:
@@ -53,7 +56,7 @@ class SamplerTables:
             self._host[name] = device.pinned((num_slots, width), dtype)
             self._host[name][:] = 0
             self._there[name] = device.zeros((num_slots, width), dtype)
-        nobody_s = _RECORD.pack(*_record(Sampling(), vocab_size, 0))  # a slot that nobody wrote draws by argmax
+        nobody_s = _RECORD.pack(*_record(Sampling(), vocab_size, 0, None, ()))  # a slot that nobody wrote: argmax
         self._host["records"][:] = np.frombuffer(nobody_s, np.int32)
         self._records = self._host["records"].data
         self._copy("records", (0, num_slots))
@@ -71,11 +74,20 @@ class SamplerTables:
         scratch = (self._scores, self._best, self._maxima, self._mass)
         return sum(int(array.nbytes) for array in (*self._there.values(), *scratch))
 
-    def write(self, slot: int, sampling: Sampling, prompt: TokenIds) -> None:
+    def write(
+        self,
+        slot: int,
+        sampling: Sampling,
+        prompt: TokenIds = (),
+        *,
+        end: int | None = None,
+        stop_tokens: TokenIds = (),
+    ) -> None:
         """The slot's draws follow `sampling` from the next flush on.
 
         prompt: every token of the sequence so far, its prefix's included; read only if a penalty asks for it.  Tokens
-        that `sample` draws are seen by themselves.
+        that `sample` draws are seen by themselves.  The slot ends with the token for position `end`, or with one of
+        the first MAX_STOPS `stop_tokens`.
         """
         if not 0 <= slot < self.num_slots:
             raise KernelArgumentError(f"sample: slot is {slot}, expected 0 to {self.num_slots - 1}")
@@ -83,7 +95,8 @@ class SamplerTables:
         count = len(bias)
         if count > MAX_LOGIT_BIAS:
             raise KernelArgumentError(f"sample: {count} biases, expected at most {MAX_LOGIT_BIAS}")
-        _RECORD.pack_into(self._records, slot * _RECORD.size, *_record(sampling, self.vocab_size, count))
+        record = _record(sampling, self.vocab_size, count, end, stop_tokens)
+        _RECORD.pack_into(self._records, slot * _RECORD.size, *record)
         self._written.add(slot)
         if count:
             self._host["bias_ids"][slot, :count] = list(bias)
@@ -139,11 +152,13 @@ def sample(
 
     row_logits int64 [R]: device addresses of fp32 logits, 16-byte aligned, readable up to a multiple of 4 elements.
     row_slot, base_length int32 [R]; token, length int32 [slots].  Outputs of a row go to step length[slot] −
-    base_length[row], and nowhere if there is no such step: out_tokens int32 [steps, R] (−1: the row's largest logit is
-    not finite), out_logprobs fp32 [steps, R, 1 + 20] (the token's first), out_top int32 [steps, R, 20].
+    base_length[row], and nowhere if there is no such step: out_tokens int32 [steps, R] (NOT_FINITE: the row's largest
+    logit is not), out_logprobs fp32 [steps, R, 1 + 20] (the token's first), out_top int32 [steps, R, 20].
 
     advance: a decode step, which has just stored the token at length[slot]: the token drawn is for position
-    length[slot] + 1, and length[slot] grows by one.  Else it is for position length[slot], and lengths stay.
+    length[slot] + 1, and length[slot] grows by one.  Else it is for position length[slot], and lengths stay.  A slot
+    that has ended, token[slot] being ENDED, draws nothing in a decode step: out_tokens has ENDED behind what it drew
+    since base_length, and what is there behind that means nothing.
     """
     sizes = match(
         "sample",
@@ -183,7 +198,9 @@ def sample(
     )
 
 
-def _record(sampling: Sampling, vocab_size: int, num_bias: int) -> tuple[int | float, ...]:
+def _record(
+    sampling: Sampling, vocab_size: int, num_bias: int, end: int | None, stop_tokens: TokenIds
+) -> tuple[int | float, ...]:
     """The fields of `_RECORD`."""
     scale = high = 0.0
     if sampling.temperature > 0:  # bounds: finite, and not the 0 that means argmax
@@ -201,6 +218,8 @@ def _record(sampling: Sampling, vocab_size: int, num_bias: int) -> tuple[int | f
         sampling.choice,
         min(sampling.logprobs, MAX_LOGPROBS, vocab_size),
         num_bias,
+        _NO_END if end is None else end,
+        *(*stop_tokens, *(-1,) * MAX_STOPS)[:MAX_STOPS],
     )
 
 

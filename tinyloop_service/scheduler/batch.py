@@ -52,13 +52,13 @@ def compose(
     starting, decoding = list(requests.starting.values()), list(requests.decoding.values())
     feeds = list(sequences.feeds.values())
     for row in starting:
-        draft.open(row.sequence, requests.sampling(row), row.request.prompt())
+        draft.open(row.sequence, requests.drawing(row))
         draft.first(row.sequence)
         requests.started(row)
     num_steps, budget = 1, limits.max_chunk
     if decoding:
         most = limits.busy_steps if is_busy or starting or feeds else limits.max_steps
-        num_steps = min(most, settings.steps_per_plan, min(row.num_left for row in decoding))
+        num_steps = min(most, settings.steps_per_plan, max(row.num_left for row in decoding))
         budget = pace.take(sum(feed.remaining for feed in feeds), len(decoding), num_steps)
     for feed, count in share_out(feeds, budget):
         last = count == feed.remaining

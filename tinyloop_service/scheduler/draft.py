@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Clone, Drop, Extend, Open, Plan, Prefill, Restore, SequenceId
-from tinyloop_service.scheduler.sequences import Feed, Sequence, Sequences
-from tinyloop_service.types import Sampling, TokenIds
+from tinyloop_service.scheduler.sequences import Drawing, Feed, Sequence, Sequences
 
 
 class Draft:
@@ -39,16 +38,19 @@ class Draft:
     def deactivate(self, sequence: Sequence) -> None:
         self._deactivate.append(sequence.id)
 
-    def open(self, sequence: Sequence, sampling: Sampling | None, prompt: TokenIds) -> None:
+    def open(self, sequence: Sequence, drawing: Drawing | None) -> None:
+        """`drawing` None: a prefix, or a trunk."""
         extent, parent = sequence.extent, sequence.parent
         sequence.opened = True
         parent_id = parent.id if parent is not None else None
         first = sequence.first_block if sequence.first_block > extent.start // PAGE_TOKENS else None
-        self._open.append(
-            Open(sequence.id, parent_id, extent.start, extent.loops, extent.window, sampling, prompt, first)
-        )
-        if sampling is None and self._pool.active(sequence.id):
+        opened = Open(sequence.id, parent_id, extent.start, extent.loops, extent.window, None, first_block=first)
+        if drawing is not None:
+            of_request = (drawing.sampling, drawing.prompt, first, extent.end, drawing.stop_tokens)
+            opened = Open(sequence.id, parent_id, extent.start, extent.loops, extent.window, *of_request)
+        elif self._pool.active(sequence.id):
             self._activate.append(sequence.id)
+        self._open.append(opened)
 
     def save(self, sequence: Sequence) -> None:
         self._save.append(sequence.id)
@@ -56,7 +58,7 @@ class Draft:
     def restore(self, sequence: Sequence, state: object) -> None:
         """All of a prefix at once, from saved state."""
         sequence.skip(self._pool)
-        self.open(sequence, None, ())
+        self.open(sequence, None)
         sequence.cloned = True  # what it has inherited of its first block is among it
         self._grow(sequence, sequence.extent.end)
         self._restore.append(Restore(sequence.id, sequence.extent.end, state))
@@ -69,7 +71,7 @@ class Draft:
         """Prefill the next `count` tokens."""
         sequence = feed.sequence
         if not sequence.opened:
-            self.open(sequence, feed.sampling, feed.prompt)
+            self.open(sequence, feed.drawing)
         at = sequence.length
         offset = at - sequence.extent.start
         num_left = feed.remaining - count
@@ -77,10 +79,10 @@ class Draft:
         self._prefill.append(Prefill(sequence.id, at, feed.tokens[offset : offset + count], num_left))
 
     def decode(self, sequences: Iterable[Sequence], num_steps: int) -> None:
-        """All decode rows of the plan; every one takes the same number of steps."""
+        """All decode rows of the plan; every one takes as many steps, or what is left to it."""
         self._num_steps = num_steps
         for sequence in sequences:
-            self._grow(sequence, sequence.length + num_steps)
+            self._grow(sequence, min(sequence.length + num_steps, sequence.extent.end))
             self._decode.append(sequence.id)
 
     @property

@@ -93,6 +93,12 @@ class Request:
             return ()
         return (self.prefix.recipe.tokens if self.prefix is not None else ()) + self.spec.tokens
 
+    def stop_tokens(self, eos_token_ids: TokenIds) -> TokenIds:
+        """Behind which nothing that is drawn is delivered, whatever came before them."""
+        stops = self.spec.stops
+        single = (sequence[0] for sequence in stops.token_sequences if len(sequence) == 1)
+        return (*(() if stops.ignore_eos else eos_token_ids), *single)
+
     def _extents(self) -> list[Extent]:
         """The last sampled token is never stored."""
         start = self.prefix_len

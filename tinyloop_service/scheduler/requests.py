@@ -35,8 +35,8 @@ from tinyloop_service.scheduler.prefix import use
 from tinyloop_service.scheduler.prefixes import PrefixStore
 from tinyloop_service.scheduler.quotas import Quotas
 from tinyloop_service.scheduler.request import Counters, Request, RequestState, Row, RowPhase
-from tinyloop_service.scheduler.sequences import Extent, Feed, Sequence, Sequences
-from tinyloop_service.types import FinishReason, PrefixState, Sampling
+from tinyloop_service.scheduler.sequences import Drawing, Extent, Feed, Sequence, Sequences
+from tinyloop_service.types import FinishReason, PrefixState
 
 
 class Requests:
@@ -104,10 +104,11 @@ class Requests:
         built = request.prefix.built_since(request.arrival_ns) if request.prefix is not None else ()
         self._events.append(Admitted(request.order, request.cached_tokens, request.prompt_len, queue_ns, *built))
 
-    def sampling(self, row: Row) -> Sampling:
-        """The request's sampling for this choice."""
-        sampling = row.request.spec.sampling
-        return replace(sampling, choice=row.index) if row.index else sampling
+    def drawing(self, row: Row) -> Drawing:
+        """Of this choice."""
+        request, sampling = row.request, row.request.spec.sampling
+        sampling = replace(sampling, choice=row.index) if row.index else sampling
+        return Drawing(sampling, request.prompt(), request.stop_tokens(self._limits.eos_token_ids))
 
     # ---- what was planned
 
@@ -128,7 +129,7 @@ class Requests:
 
     def stepped(self, rows: Iterable[Row], num_steps: int) -> None:
         for row in rows:
-            self._planned(row, num_steps)
+            self._planned(row, min(num_steps, row.num_left))
 
     def _planned(self, row: Row, num_tokens: int) -> None:
         row.num_left -= num_tokens
@@ -212,8 +213,7 @@ class Requests:
             return
         if request.spec.tokens:
             row.phase = RowPhase.FEED
-            feed = Feed(sequence, request.spec.tokens, request.order, self.sampling(row), request.prompt())
-            self._sequences.feed(feed)
+            self._sequences.feed(Feed(sequence, request.spec.tokens, request.order, self.drawing(row)))
         else:
             row.phase = RowPhase.FIRST
             self.starting[sequence.id] = row

@@ -116,6 +116,15 @@ class Sequence:
         return Drop(self.id, first)
 
 
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What the engine is told of how a request's sequence draws tokens."""
+
+    sampling: Sampling
+    prompt: TokenIds  # every prompt token, where the engine needs them
+    stop_tokens: TokenIds
+
+
 @dataclass(slots=True, eq=False)
 class Feed:
     """Prompt tokens that a sequence has still to be fed, chunk by chunk, from `sequence.start` on."""
@@ -123,8 +132,7 @@ class Feed:
     sequence: Sequence
     tokens: TokenIds
     order: int  # of arrival; the oldest feed is sure of half of every chunk
-    sampling: Sampling | None = None
-    prompt: TokenIds = ()
+    drawing: Drawing | None = None  # None: of a prefix or a trunk
 
     @property
     def remaining(self) -> int:

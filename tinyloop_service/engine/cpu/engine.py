@@ -121,10 +121,12 @@ class CpuEngine:
         drawn = _Drawn()
         self._sample_first(plan.first, drawn)
         runs = self._prefill_runs(plan.prefill)
-        self._seat(plan.decode)
-        if runs or plan.decode:
+        self._seat([seq for seq in plan.decode if not self._table[seq].has_ended])
+        if runs or self._seats:
             self._advance(runs, drawn)
-        for _ in range(plan.num_steps - 1 if plan.decode else 0):
+        for _ in range(plan.num_steps - 1):
+            if not self._seats:
+                break
             self._advance([], drawn)
         for drop in plan.drop:
             self._table.drop(drop.seq, drop.first_block)
@@ -212,6 +214,8 @@ class CpuEngine:
         for at in range(0, len(takers), MAX_ROWS):
             part = takers[at : at + MAX_ROWS]
             self._draw([s for s, _ in part], self._model.logits(forward.result[[row for _, row in part]]), drawn)
+        for seq in [seq for seq in self._seats if self._table[seq].has_ended]:
+            self._unseat(seq, keep=False)
 
     def _plan_pass(self, prefills: list[PrefillRun], groups: list[DecodeGroup]) -> Pass:
         """Passes that only decode are kept: most of them are like the one before."""

@@ -42,6 +42,13 @@ class Sequence:
     track: Track | None = None
     last_token: int = -1
     logits: NDArray[np.float32] | None = None  # of a prefix's last token, (vocab_size,)
+    end: int | None = None  # of a request: the position of its last token
+    stop_tokens: frozenset[int] = frozenset()
+
+    @property
+    def has_ended(self) -> bool:
+        """A request whose last token is drawn."""
+        return self.last_token in self.stop_tokens or (self.end is not None and self.length >= self.end)
 
     @property
     def first_split(self) -> int:
@@ -75,8 +82,9 @@ class SequenceTable:
         )
         sampler = None if o.sampling is None else self._sampler(o.sampling, o.prompt)
         sequence = Sequence(
-            o.seq, parent, o.start, o.loops, o.cache_window, sampler, o.start, first_block=o.first_own_block
-        )
+            o.seq, parent, o.start, o.loops, o.cache_window, sampler, o.start, o.first_own_block,
+            end=o.end, stop_tokens=frozenset(o.stop_tokens),
+        )  # fmt: skip
         self._open[o.seq] = sequence
         return sequence
 

@@ -62,11 +62,11 @@ class SplitTables:
     def tables(self, rows: Rows[Sequence], num_steps: int) -> AttentionTables:
         """Every split that a row reads in any of `num_steps` steps; in a step in which it does not, it weighs nothing.
 
-        Rows feed their tokens at length … length + num_steps − 1.  Splits behind the window are left out: their pages
-        may be someone else's.
+        Rows feed their tokens from `length` on, until they end.  Splits behind the window are left out: their pages may
+        be someone else's.
         """
         first = [row.first_visible(row.length) for row in rows]
-        end = [(row.length + num_steps - 1) // PAGE_TOKENS + 1 for row in rows]
+        end = [(row.length_after(num_steps) - 1) // PAGE_TOKENS + 1 for row in rows]
         key = (*rows, *first, *end)
         if key not in self._made:
             blocks = np.array(first, np.int32), np.array(end, np.int32)

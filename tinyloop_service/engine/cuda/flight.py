@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain, count, takewhile
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ from tinyloop_service.engine.cuda.staging import Staging
 from tinyloop_service.engine.cuda.states import SavedState
 from tinyloop_service.errors import EngineFault
 from tinyloop_service.kernels.device import Array, Device, Host
-from tinyloop_service.types import TokenLogprob
+from tinyloop_service.kernels.sample import ENDED, NOT_FINITE
+from tinyloop_service.types import TokenIds, TokenLogprob
 
 _STAGED_WORDS = 1 << 16
 _LANDED_WORDS = 1 << 14
@@ -31,7 +32,7 @@ _LANDED_WORDS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a batch drew, on the host once its plan is done.  Rows beyond `sequences` are padding."""
+    """What a batch drew, as `sample` tells it, on the host once its plan is done; rows past `sequences` are padding."""
 
     sequences: tuple[SequenceId, ...]
     logprobs_wanted: tuple[int, ...]  # of each sequence: 0 none, else how many beside the token's own
@@ -40,20 +41,29 @@ class Drawn:
     top: NDArray[np.int32] | None  # (steps, rows, 20)
 
     def outputs(self) -> Iterable[RowOutput]:
+        """Of the rows that drew anything."""
         tokens = self.tokens[:, : len(self.sequences)]
+        drawn = list(zip(*tokens.tolist(), strict=True))  # by row
         if (tokens < 0).any():
-            lost = self.sequences[int((tokens < 0).any(axis=0).argmax())]
-            raise EngineFault(f"the logits of sequence {lost} are not finite")
-        drawn = zip(*tokens.tolist(), strict=True)  # by row
-        if not any(self.logprobs_wanted):
-            return map(RowOutput, self.sequences, drawn)
-        return map(RowOutput, self.sequences, drawn, map(self._logprobs, count(), self.logprobs_wanted))
+            drawn = [self._until_end(seq, row) for seq, row in zip(self.sequences, drawn, strict=True)]
+        if any(self.logprobs_wanted):
+            logprobs = map(self._logprobs, count(), self.logprobs_wanted, map(len, drawn))
+            rows = map(RowOutput, self.sequences, drawn, logprobs)
+        else:
+            rows = map(RowOutput, self.sequences, drawn)
+        return (row for row in rows if row.tokens)
 
-    def _logprobs(self, row: int, wanted: int) -> tuple[TokenLogprob, ...]:
+    def _until_end(self, seq: SequenceId, tokens: TokenIds) -> TokenIds:
+        tokens = tuple(takewhile(lambda token: token != ENDED, tokens))
+        if NOT_FINITE in tokens:
+            raise EngineFault(f"the logits of sequence {seq} are not finite")
+        return tokens
+
+    def _logprobs(self, row: int, wanted: int, num_tokens: int) -> tuple[TokenLogprob, ...]:
         if not wanted:
             return ()
         assert self.logprobs is not None and self.top is not None
-        steps = zip(self.logprobs[:, row].tolist(), self.top[:, row].tolist(), strict=True)
+        steps = zip(self.logprobs[:num_tokens, row].tolist(), self.top[:num_tokens, row].tolist(), strict=True)
         return tuple(
             TokenLogprob(values[0], tuple(zip(ids[:wanted], values[1 : 1 + wanted], strict=True)))
             for values, ids in steps

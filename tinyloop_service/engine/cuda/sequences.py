@@ -52,6 +52,7 @@ class Sequence:
     children: dict[SequenceId, Sequence] = field(default_factory=dict, repr=False)  # that are open
     _handed: Ints | None = None  # to children
     listed: Ints | None = None  # the pages of `blocks` as `pages.py` orders them; None again when blocks come or go
+    end: int | None = None  # of a request: the position of its last token; tokens that stop it only the device knows
 
     def owners_for_children(self) -> Ints:
         """`owners` of a child opened now; children share the array, which nobody changes."""
@@ -64,6 +65,11 @@ class Sequence:
     @property
     def is_prefix(self) -> bool:
         return self.sampling is None
+
+    def length_after(self, num_steps: int) -> int:
+        """Of so many decode steps, unless a token stops it."""
+        length = self.length + num_steps
+        return length if self.end is None else max(self.length, min(length, self.end))
 
     @property
     def first_block(self) -> int:
@@ -107,7 +113,7 @@ class SequenceTable:
         owners = _NO_OWNERS if parent is None else parent.owners_for_children()
         sequence = Sequence(
             o.seq, self._free.pop(), parent, o.start, o.loops, o.cache_window, o.sampling, owners, o.start,
-            o.first_own_block,
+            o.first_own_block, end=o.end,
         )  # fmt: skip
         self._open[o.seq] = sequence
         if parent is not None:
@@ -163,13 +169,10 @@ class SequenceTable:
         sequence.listed = None
         return gone
 
-    def require_room(self, rows: Iterable[Sequence], tokens: int) -> None:
-        """Each owns blocks for as many tokens beyond its length."""
-        for row in rows:
-            have = row.next_block * PAGE_TOKENS
-            assert row.length + tokens <= have, (
-                f"sequence {row.id} has pages for {have} tokens, {row.length + tokens} are written"
-            )
+    def require_room(self, row: Sequence, length: int) -> None:
+        """It owns blocks up to there."""
+        have = row.next_block * PAGE_TOKENS
+        assert length <= have, f"sequence {row.id} has pages for {have} tokens, {length} are written"
 
 
 def _filled(prefill: Prefill) -> range:

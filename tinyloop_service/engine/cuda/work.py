@@ -182,7 +182,9 @@ class Planner:
                 copied.append((sequence.slot, sequence.parent.slot))
             if opening.sampling is not None:
                 sequence.logprobs = min(opening.sampling.logprobs, self._sampler.vocab_size)
-                self._sampler.write(sequence.slot, opening.sampling, opening.prompt)
+                self._sampler.write(
+                    sequence.slot, opening.sampling, opening.prompt, end=opening.end, stop_tokens=opening.stop_tokens
+                )
         return _ints(copied, 2)
 
     def _save_work(self, sequence: Sequence) -> SaveWork:
@@ -193,7 +195,7 @@ class Planner:
     def _begin_restored(self, restore: Restore, lengths: dict[int, int]) -> Sequence:
         sequence = self._table[restore.seq]
         assert sequence.is_prefix and sequence.length == sequence.start, f"sequence {restore.seq} has begun"
-        self._table.require_room([sequence], restore.length - sequence.length)
+        self._table.require_room(sequence, restore.length)
         sequence.length = lengths[sequence.slot] = restore.length
         sequence.has_output = True
         return sequence
@@ -236,7 +238,7 @@ class Planner:
         for prefill in sorted(prefills, key=lambda prefill: tile_order(self._table[prefill.seq])):
             sequence, count = self._table[prefill.seq], len(prefill.tokens)
             assert prefill.start == sequence.length, f"sequence {prefill.seq} has {sequence.length} tokens"
-            self._table.require_room([sequence], count)
+            self._table.require_room(sequence, prefill.start + count)
             spans.append(Span(sequence, at, prefill.start, count))
             tokens += struct.pack(f"{count}i", *prefill.tokens)
             at += count
@@ -258,14 +260,15 @@ class Planner:
 
     def _decodes(self, rows: Iterable[SequenceId], num_steps: int, staging: Staging) -> Iterator[DecodeWork]:
         sequences = [self._table[seq] for seq in rows]
-        self._table.require_room(sequences, num_steps)
         for loops in dict.fromkeys([sequence.loops for sequence in sequences]):
             alike = [sequence for sequence in sequences if sequence.loops == loops]
             for part in _cut(alike, self._decoder.max_rows):
+                for sequence in part:
+                    self._table.require_room(sequence, sequence.length_after(num_steps))
                 tables = self._splits.tables(part, num_steps)
                 batch = self._batch(part, tables, staging)
                 for sequence in part:
-                    sequence.length += num_steps
+                    sequence.length = sequence.length_after(num_steps)
                 yield DecodeWork(batch, loops, self._decoder.padded(len(part)), num_steps, tables.num_quads > 0)
 
     def _batch(self, rows: Listed[Sequence], tables: AttentionTables, staging: Staging) -> Batch:

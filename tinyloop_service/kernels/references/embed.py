@@ -12,8 +12,9 @@ Array = NDArray[Any]
 
 def embed(table: Array, row_slot: Array, token: Array, length: Array, x: Array, position: Array) -> None:
     for row, slot in enumerate(row_slot):
-        x[row] = table[max(0, int(token[slot]))] if slot >= 0 else 0
-        position[row] = length[slot] if slot >= 0 else -1
+        is_there = slot >= 0 and token[slot] >= 0
+        x[row] = table[token[slot]] if is_there else 0
+        position[row] = length[slot] if is_there else -1
 
 
 def embed_prompt(table: Array, ids: Array, x: Array) -> None:
