@@ -28,6 +28,7 @@ from tinyloop_service.kernels.decode_attention import decode_attention, takes_qu
 from tinyloop_service.kernels.device import Device, Graph
 from tinyloop_service.kernels.embed import embed
 from tinyloop_service.kernels.linear import linear_gate_up, linear_logits, linear_partials, takes_columns
+from tinyloop_service.kernels.page_layout import is_int8
 from tinyloop_service.kernels.sample import SamplerTables, sample
 
 
@@ -78,8 +79,8 @@ class Decoder:
 
     def takes_quads(self, rows: int, pages: int) -> bool:
         """Whether attention of so many rows had better be given so many pages that they share as quads."""
-        spec = self._model.spec
-        return takes_quads(self._device, self.padded(rows), pages, spec.n_heads, spec.n_kv_heads)
+        spec, int8 = self._model.spec, is_int8(self._arena.pool)
+        return takes_quads(self._device, self.padded(rows), pages, spec.n_heads, spec.n_kv_heads, int8=int8)
 
     def kinds(self, rows: int) -> tuple[bool, ...]:
         """Whether batches of so many rows are without quads, with them."""
