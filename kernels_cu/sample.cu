@@ -38,7 +38,7 @@ constexpr int kChunk = 2048;
 constexpr int kPerThread = kChunk / kScanThreads;  // two vectors of 4, half a chunk apart
 constexpr int kGroupsPerChunk = kChunk / kGroup;
 constexpr int kMaxBias = 300;
-constexpr i32 kNotFinite = -1, kEnded = -2;
+constexpr i32 kNotFinite = -1, kEnded = -2, kNoStop = -3;
 constexpr float kLargest = 3.4028234663852886e38f;
 static_assert(kPerThread == 8 && kChunk % kGroup == 0, "load_keys and write_group_maxima are written out for these");
 
@@ -199,11 +199,10 @@ DEVICE void write_logprobs(float* logprobs, i32* top, int count, float drawn, do
   if (place) top[place - 1] = entry_id(entry);
 }
 
-// Whether a token drawn for `position` is a row's last.  By a warp.
-DEVICE bool is_last(const Record& record, i32 drawn, i32 position) {
+// One of a slot's stops for each lane.
+DEVICE i32 load_stop(const Record& record) {
   const int lane = threadIdx.x % 32;
-  const bool stops = drawn >= 0 && lane < kMaxStops && record.stops[lane] == drawn;
-  return ballot(stops) != 0 || position >= record.end;
+  return lane < kMaxStops ? record.stops[lane] : kNoStop;
 }
 
 extern "C" __global__ void __launch_bounds__(kSelectThreads, 1)
@@ -220,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(kSelectThreads, 1)
   if (slot < 0) return;
   const Record record = records[slot];
   const bool sampled = !is_argmax(record), adjusted = adjusts(record), ranked = record.num_logprobs > 0;
-  const i32 stored = length[slot], step = stored - base_length[row];
+  const i32 stop = load_stop(records[slot]), stored = length[slot], step = stored - base_length[row];
   if (advance && token[slot] < 0) {
     const i32 behind = max(step, 0);  // what it drew in this plan, if anything
     if (threadIdx.x == 0 && behind < num_steps) out_tokens[static_cast<u64>(behind) * num_rows + row] = kEnded;
@@ -258,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(kSelectThreads, 1)
   }
 
   if (threadIdx.x >= 32) return;
-  const bool ends = is_last(records[slot], drawn, stored + advance);
+  const bool ends = ballot(stop == drawn) != 0 || stored + advance >= record.end;
   if (threadIdx.x != 0) return;
   if (kept) out_tokens[place] = drawn;
   token[slot] = ends ? kEnded : max(drawn, 0);

@@ -84,7 +84,7 @@ struct Record {
   i32 num_logprobs;  // at most kMaxTop, and V
   i32 num_bias;
   i32 end;           // the position of its last token
-  i32 stops[kMaxStops];  // or the token is one of these; −1: none
+  i32 stops[kMaxStops];  // or the token is one of these; −3: none
 };
 static_assert(sizeof(Record) == 128, "kernels/sample.py packs this");
 

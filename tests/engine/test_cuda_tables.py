@@ -44,9 +44,13 @@ def split_tables(*, quads: bool = False) -> SplitTables:
     return SplitTables(lambda rows, pages: quads)
 
 
+def after(rows: list[Sequence], num_steps: int) -> list[int]:
+    return [row.length + num_steps for row in rows]
+
+
 def read_splits(rows: list[Sequence], num_steps: int) -> list[list[tuple[int, int, int]]]:
     """(ordinal, owner's slot, block) of everything that each row reads, by ordinal."""
-    tables = split_tables().tables(rows, num_steps)
+    tables = split_tables().tables(rows, after(rows, num_steps))
     result: list[list[tuple[int, int, int]]] = [[] for _ in rows]
     for owner, block, first, count, _, _ in tables.items.tolist():
         for row, ordinal in tables.entries[first : first + count].tolist():
@@ -60,7 +64,7 @@ def test_a_shared_prefix_is_one_item_a_block() -> None:
     chains = Chains()
     prefix = chains.open(130)  # two whole blocks and a part, which the rows have copies of
     rows = [chains.open(length, prefix) for length in (130, 135, 191)]
-    tables = split_tables().tables(rows, 1)
+    tables = split_tables().tables(rows, after(rows, 1))
     assert tables.items[:2, :4].tolist() == [[prefix.slot, 0, 0, 3], [prefix.slot, 1, 3, 3]]
     assert sorted(map(tuple, tables.items[2:, [0, 1, 3]].tolist())) == sorted((row.slot, 2, 1) for row in rows)
     shared = [(0, prefix.slot, 0), (1, prefix.slot, 1)]
@@ -75,7 +79,7 @@ def test_copies_of_a_partial_page_name_it_and_come_first() -> None:
         chains.open(length, its) for length, its in ((70, grandparent), (180, parent), (130, parent), (101, parent))
     ]
     narrow, whole = chains.open(300, parent, window=64), chains.open(65, chains.open(64))
-    tables = split_tables().tables([*rows, narrow, whole], 1)
+    tables = split_tables().tables([*rows, narrow, whole], after([*rows, narrow, whole], 1))
     named = {(slot, block): (at, source, tokens) for at, (slot, block, _, _, source, tokens) in enumerate(tables.items)}
     copies = {key: its for key, its in named.items() if its[2]}
     expected = {(row.slot, 1): (parent.slot, 36) for row in rows[1:]} | {(rows[0].slot, 1): (grandparent.slot, 6)}
@@ -96,12 +100,12 @@ def test_the_splits_of_later_steps_are_there_from_the_first() -> None:
 def test_tables_are_made_again_when_a_row_comes_to_another_block() -> None:
     chains, tables = Chains(), split_tables()
     rows = [chains.open(60), chains.open(10)]
-    made = tables.tables(rows, 2)
+    made = tables.tables(rows, after(rows, 2))
     rows[0].length += 2
-    assert tables.tables(rows, 2) is made
+    assert tables.tables(rows, after(rows, 2)) is made
     rows[0].length += 1
-    assert tables.tables(rows, 2).row_items.tolist() == [2, 1]
-    assert tables.tables(rows[::-1], 2).row_items.tolist() == [1, 2]
+    assert tables.tables(rows, after(rows, 2)).row_items.tolist() == [2, 1]
+    assert tables.tables(rows[::-1], after(rows[::-1], 2)).row_items.tolist() == [1, 2]
 
 
 def test_blocks_behind_the_window_are_left_out() -> None:
@@ -125,7 +129,7 @@ def test_a_chain_names_each_owner() -> None:
 
 def quad_splits(rows: list[Sequence]) -> tuple[list[list[tuple[int, int, int, bool]]], int]:
     """(ordinal, owner's slot, block, whether it is a quad) of what each row reads, and the number of quads."""
-    tables = split_tables(quads=True).tables(rows, 1)
+    tables = split_tables(quads=True).tables(rows, after(rows, 1))
     result: list[list[tuple[int, int, int, bool]]] = [[] for _ in rows]
     for nth, (owner, block, first, count, _, _) in enumerate(tables.items.tolist()):
         for row, ordinal in tables.entries[first : first + count].tolist():
@@ -160,7 +164,7 @@ def test_quads_only_where_they_are_taken() -> None:
         asked.append((rows, pages))
         return False
 
-    assert SplitTables(takes_quads).tables(rows, 1).num_quads == 0 and asked == [(3, 8)]
+    assert SplitTables(takes_quads).tables(rows, after(rows, 1)).num_quads == 0 and asked == [(3, 8)]
 
 
 def test_tiles_of_a_chunk() -> None:

@@ -22,7 +22,7 @@ MOST_QUERIES_PER_KV = 16  # they share one tile of queries
 _TILE_QUERIES = 16
 _THREADS = 128
 _BLOCKS_PER_SM, _WIDE_BLOCKS_PER_SM = 4, 2  # as many as registers allow
-_PAGES_PER_SM, _INT8_PAGES_PER_SM = 2, 2.8  # of a K/V head, above which quads pay; kernels_cu/README.md has figures
+_PAGES_PER_SM, _INT8_PAGES_PER_SM = 2, 2.5  # of a K/V head, above which quads pay; kernels_cu/README.md has figures
 _MERGE_DIMS = 64  # of a warp
 _FEW_ROWS = 16
 

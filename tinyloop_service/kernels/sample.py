@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +26,8 @@ _WEIGHT_BITS = 44
 MAX_VOCAB = 2**19
 MAX_STOPS = 15
 NOT_FINITE, ENDED = -1, -2  # in place of a token
-_RECORD = struct.Struct(f"<QdddQffiIiii{MAX_STOPS}i")  # draw.cuh: struct Record
-_NO_END = 2**31 - 1
+_RECORD = struct.Struct(f"<QdddQffiIiii{4 * MAX_STOPS}s")  # draw.cuh: struct Record
+_NO_END, _NO_STOP = 2**31 - 1, -3
 
 
 class SamplerTables:
@@ -200,7 +201,7 @@ def sample(
 
 def _record(
     sampling: Sampling, vocab_size: int, num_bias: int, end: int | None, stop_tokens: TokenIds
-) -> tuple[int | float, ...]:
+) -> tuple[int | float | bytes, ...]:
     """The fields of `_RECORD`."""
     scale = high = 0.0
     if sampling.temperature > 0:  # bounds: finite, and not the 0 that means argmax
@@ -219,8 +220,13 @@ def _record(
         min(sampling.logprobs, MAX_LOGPROBS, vocab_size),
         num_bias,
         _NO_END if end is None else end,
-        *(*stop_tokens, *(-1,) * MAX_STOPS)[:MAX_STOPS],
+        _stops(stop_tokens),
     )
+
+
+@lru_cache(maxsize=64)  # most requests of a server stop alike
+def _stops(tokens: TokenIds) -> bytes:
+    return struct.pack(f"{MAX_STOPS}i", *(*tokens, *(_NO_STOP,) * MAX_STOPS)[:MAX_STOPS])
 
 
 def _bias(sampling: Sampling) -> dict[int, float]:

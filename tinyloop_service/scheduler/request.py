@@ -96,8 +96,8 @@ class Request:
     def stop_tokens(self, eos_token_ids: TokenIds) -> TokenIds:
         """Behind which nothing that is drawn is delivered, whatever came before them."""
         stops = self.spec.stops
-        single = (sequence[0] for sequence in stops.token_sequences if len(sequence) == 1)
-        return (*(() if stops.ignore_eos else eos_token_ids), *single)
+        first = () if stops.ignore_eos else eos_token_ids
+        return first + tuple(sequence[0] for sequence in stops.token_sequences if len(sequence) == 1)
 
     def _extents(self) -> list[Extent]:
         """The last sampled token is never stored."""

@@ -59,14 +59,14 @@ class SplitTables:
         self._takes_quads = takes_quads
         self._made: OrderedDict[tuple[object, ...], AttentionTables] = OrderedDict()
 
-    def tables(self, rows: Rows[Sequence], num_steps: int) -> AttentionTables:
-        """Every split that a row reads in any of `num_steps` steps; in a step in which it does not, it weighs nothing.
+    def tables(self, rows: Rows[Sequence], lengths: Rows[int]) -> AttentionTables:
+        """Every split that a row reads in any of the steps by which it comes to its length of `lengths`; in a step in
+        which it does not, it weighs nothing.
 
-        Rows feed their tokens from `length` on, until they end.  Splits behind the window are left out: their pages may
-        be someone else's.
+        Splits behind the window are left out: their pages may be someone else's.
         """
         first = [row.first_visible(row.length) for row in rows]
-        end = [(row.length_after(num_steps) - 1) // PAGE_TOKENS + 1 for row in rows]
+        end = [(length - 1) // PAGE_TOKENS + 1 for length in lengths]
         key = (*rows, *first, *end)
         if key not in self._made:
             blocks = np.array(first, np.int32), np.array(end, np.int32)

@@ -44,14 +44,14 @@ class Drawn:
         """Of the rows that drew anything."""
         tokens = self.tokens[:, : len(self.sequences)]
         drawn = list(zip(*tokens.tolist(), strict=True))  # by row
-        if (tokens < 0).any():
+        some_end = (tokens < 0).any()
+        if some_end:
             drawn = [self._until_end(seq, row) for seq, row in zip(self.sequences, drawn, strict=True)]
+        rows = map(RowOutput, self.sequences, drawn)
         if any(self.logprobs_wanted):
             logprobs = map(self._logprobs, count(), self.logprobs_wanted, map(len, drawn))
             rows = map(RowOutput, self.sequences, drawn, logprobs)
-        else:
-            rows = map(RowOutput, self.sequences, drawn)
-        return (row for row in rows if row.tokens)
+        return (row for row in rows if row.tokens) if some_end else rows
 
     def _until_end(self, seq: SequenceId, tokens: TokenIds) -> TokenIds:
         tokens = tuple(takewhile(lambda token: token != ENDED, tokens))

@@ -66,11 +66,6 @@ class Sequence:
     def is_prefix(self) -> bool:
         return self.sampling is None
 
-    def length_after(self, num_steps: int) -> int:
-        """Of so many decode steps, unless a token stops it."""
-        length = self.length + num_steps
-        return length if self.end is None else max(self.length, min(length, self.end))
-
     @property
     def first_block(self) -> int:
         """Absolute index of blocks[0]."""
@@ -169,10 +164,16 @@ class SequenceTable:
         sequence.listed = None
         return gone
 
-    def require_room(self, row: Sequence, length: int) -> None:
-        """It owns blocks up to there."""
-        have = row.next_block * PAGE_TOKENS
-        assert length <= have, f"sequence {row.id} has pages for {have} tokens, {length} are written"
+    def lengths_after(self, rows: Iterable[Sequence], num_tokens: int) -> list[int]:
+        """Of so many tokens more for each, up to its end, unless it is stopped; each owns blocks for them."""
+        lengths = []
+        for row in rows:
+            length, end, have = row.length + num_tokens, row.end, row.next_block * PAGE_TOKENS
+            if end is not None and length > end:
+                length = max(end, row.length)
+            assert length <= have, f"sequence {row.id} has pages for {have} tokens, {length} are written"
+            lengths.append(length)
+        return lengths
 
 
 def _filled(prefill: Prefill) -> range:

@@ -195,8 +195,8 @@ class Planner:
     def _begin_restored(self, restore: Restore, lengths: dict[int, int]) -> Sequence:
         sequence = self._table[restore.seq]
         assert sequence.is_prefix and sequence.length == sequence.start, f"sequence {restore.seq} has begun"
-        self._table.require_room(sequence, restore.length)
-        sequence.length = lengths[sequence.slot] = restore.length
+        (sequence.length,) = self._table.lengths_after([sequence], restore.length - sequence.length)
+        lengths[sequence.slot] = sequence.length
         sequence.has_output = True
         return sequence
 
@@ -238,11 +238,11 @@ class Planner:
         for prefill in sorted(prefills, key=lambda prefill: tile_order(self._table[prefill.seq])):
             sequence, count = self._table[prefill.seq], len(prefill.tokens)
             assert prefill.start == sequence.length, f"sequence {prefill.seq} has {sequence.length} tokens"
-            self._table.require_room(sequence, prefill.start + count)
             spans.append(Span(sequence, at, prefill.start, count))
             tokens += struct.pack(f"{count}i", *prefill.tokens)
             at += count
-            sequence.length = lengths[sequence.slot] = prefill.start + count
+            (sequence.length,) = self._table.lengths_after([sequence], count)
+            lengths[sequence.slot] = sequence.length
             if prefill.last:
                 (complete if sequence.sampling is None else drawing).append((sequence, at - 1))
         for sequence, _ in complete:
@@ -263,12 +263,11 @@ class Planner:
         for loops in dict.fromkeys([sequence.loops for sequence in sequences]):
             alike = [sequence for sequence in sequences if sequence.loops == loops]
             for part in _cut(alike, self._decoder.max_rows):
-                for sequence in part:
-                    self._table.require_room(sequence, sequence.length_after(num_steps))
-                tables = self._splits.tables(part, num_steps)
+                lengths = self._table.lengths_after(part, num_steps)
+                tables = self._splits.tables(part, lengths)
                 batch = self._batch(part, tables, staging)
-                for sequence in part:
-                    sequence.length = sequence.length_after(num_steps)
+                for sequence, length in zip(part, lengths, strict=True):
+                    sequence.length = length
                 yield DecodeWork(batch, loops, self._decoder.padded(len(part)), num_steps, tables.num_quads > 0)
 
     def _batch(self, rows: Listed[Sequence], tables: AttentionTables, staging: Staging) -> Batch:
