@@ -44,13 +44,14 @@ class Draft:
         sequence.opened = True
         parent_id = parent.id if parent is not None else None
         first = sequence.first_block if sequence.first_block > extent.start // PAGE_TOKENS else None
-        opened = Open(sequence.id, parent_id, extent.start, extent.loops, extent.window, None, first_block=first)
+        place = (sequence.id, parent_id, extent.start, extent.loops, extent.window)
         if drawing is not None:
-            of_request = (drawing.sampling, drawing.prompt, first, extent.end, drawing.stop_tokens)
-            opened = Open(sequence.id, parent_id, extent.start, extent.loops, extent.window, *of_request)
-        elif self._pool.active(sequence.id):
+            draws = (drawing.sampling, drawing.prompt, first, extent.end, drawing.stop_tokens)
+            self._open.append(Open(*place, *draws))
+            return
+        self._open.append(Open(*place, None, first_block=first))
+        if self._pool.active(sequence.id):
             self._activate.append(sequence.id)
-        self._open.append(opened)
 
     def save(self, sequence: Sequence) -> None:
         self._save.append(sequence.id)
