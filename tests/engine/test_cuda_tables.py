@@ -11,11 +11,19 @@ from emulation.device import EmulatedDevice
 from test_small_cases import PLAIN
 
 from tinyloop_service.engine.api import Extend, Open, Prefill
-from tinyloop_service.engine.cuda.batch import Span, SplitTables, prompt_tables, prompt_tiles, tile_order
+from tinyloop_service.engine.cuda.batch import (
+    AttentionTables,
+    Span,
+    attention_tables,
+    prompt_tables,
+    prompt_tiles,
+    tile_order,
+)
 from tinyloop_service.engine.cuda.engine import MAX_ROWS
 from tinyloop_service.engine.cuda.memory import MOST_SLOTS
 from tinyloop_service.engine.cuda.schedule import schedule_of
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
+from tinyloop_service.engine.cuda.splits import SplitTables, are_siblings, tables_of_siblings
 from tinyloop_service.engine.cuda.staging import Staging
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
 from tinyloop_service.engine.spec import ModelSpec
@@ -25,8 +33,8 @@ from tinyloop_service.settings import MOST_PREFIXES, SchedulerSettings
 class Chains:
     """Sequences of given lengths without an engine."""
 
-    def __init__(self, slots: int = 8) -> None:
-        self.table, self.next = SequenceTable(slots, 4, 10), 0
+    def __init__(self, slots: int = 8, blocks: int = 10) -> None:
+        self.table, self.next = SequenceTable(slots, 4, blocks), 0
 
     def open(self, length: int, parent: Sequence | None = None, window: int = 0) -> Sequence:
         """`length`: all tokens, the parent's included."""
@@ -125,6 +133,50 @@ def test_a_chain_names_each_owner() -> None:
     row = chains.open(260, parent)
     owners = [grandparent.slot, parent.slot, parent.slot, row.slot, row.slot]
     assert read_splits([row], 1) == [[(i, owner, i) for i, owner in enumerate(owners)]]
+
+
+def items_of(tables: AttentionTables) -> list[tuple[list[int], list[list[int]]]]:
+    """Each item as it is, but for where its entries lie, and its entries."""
+    return [
+        ([*item[:2], *item[3:]], tables.entries[item[2] : item[2] + item[3]].tolist()) for item in tables.items.tolist()
+    ]
+
+
+@pytest.mark.parametrize("quads", [False, True])
+@pytest.mark.parametrize("window", [0, 100, 200])
+@pytest.mark.parametrize("inherited", [0, 64, 300, 512, 840])
+def test_siblings_get_what_others_get(inherited: int, window: int, quads: bool) -> None:
+    chains = Chains(slots=20, blocks=20)
+    chains.open(70)
+    grandparent = chains.open(inherited // 2 + 6) if inherited else None
+    parent = chains.open(inherited, grandparent) if inherited else None
+    whole = inherited // 64 * 64
+    rows = [chains.open(inherited + 3 + 40 * i, parent, window and window + whole % 128) for i in (3, 0, 1, 4)]
+    for row in rows:  # those with a window see of their parent's blocks from the same one on
+        row.length = inherited + 5 if window else row.length
+    first, end = [row.first_visible(row.length) for row in rows], [(row.length + 70) // 64 + 1 for row in rows]
+    assert are_siblings(rows, first) == (inherited >= 64 or not inherited)
+    asked: list[tuple[int, int]] = []
+
+    def takes_quads(num_rows: int, pages: int) -> bool:
+        asked.append((num_rows, pages))
+        return quads
+
+    wanted, made = (make(rows, first, end, takes_quads) for make in (attention_tables, tables_of_siblings))
+    assert items_of(made) == items_of(wanted)
+    assert (made.row_items.tolist(), made.num_quads) == (wanted.row_items.tolist(), wanted.num_quads)
+    assert asked in ([], 2 * asked[:1]) and (made.num_quads > 0) == (bool(asked) and quads)
+
+
+def test_who_are_no_siblings() -> None:
+    chains = Chains()
+    parent, other = chains.open(130), chains.open(130)
+    rows = [chains.open(150, parent), chains.open(160, parent), chains.open(150, other), chains.open(150, parent, 30)]
+
+    def asked(*which: int) -> bool:
+        return are_siblings([rows[i] for i in which], [rows[i].first_visible(rows[i].length) for i in which])
+
+    assert [asked(0, 1), asked(0, 2), asked(0, 3), asked(0)] == [True, False, False, False]
 
 
 def quad_splits(rows: list[Sequence]) -> tuple[list[list[tuple[int, int, int, bool]]], int]:

@@ -20,7 +20,6 @@ In: sequences with their lengths.  Out: NumPy tables.  Refuses to know about pag
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ Ints = NDArray[np.int32]
 TILE_TOKENS = 64
 TakesQuads = Callable[[int, int], bool]  # of so many rows, so many pages that they share
 Tile = tuple[int, int, int, int, int, int]  # slot, first row, tokens, position of the first, window, shared blocks
-_MOST_TABLES = 8
 _WORD = struct.Struct("i")
 
 
@@ -52,32 +50,11 @@ class AttentionTables:
     num_quads: int = 0  # of the items, the first
 
 
-class SplitTables:
-    """`attention_tables`, made again only when a row has come to another block."""
-
-    def __init__(self, takes_quads: TakesQuads) -> None:
-        self._takes_quads = takes_quads
-        self._made: OrderedDict[tuple[object, ...], AttentionTables] = OrderedDict()
-
-    def tables(self, rows: Rows[Sequence], lengths: Rows[int]) -> AttentionTables:
-        """Every split that a row reads in any of the steps by which it comes to its length of `lengths`; in a step in
-        which it does not, it weighs nothing.
-
-        Splits behind the window are left out: their pages may be someone else's.
-        """
-        first = [row.first_visible(row.length) for row in rows]
-        end = [(length - 1) // PAGE_TOKENS + 1 for length in lengths]
-        key = (*rows, *first, *end)
-        if key not in self._made:
-            blocks = np.array(first, np.int32), np.array(end, np.int32)
-            self._made[key] = attention_tables(rows, *blocks, self._takes_quads)
-            if len(self._made) > _MOST_TABLES:
-                self._made.popitem(last=False)
-        return self._made[key]
-
-
-def attention_tables(rows: Rows[Sequence], first: Ints, end: Ints, takes_quads: TakesQuads) -> AttentionTables:
-    """Row i reads blocks first[i] … end[i]−1."""
+def attention_tables(
+    rows: Rows[Sequence], first_blocks: Rows[int], end_blocks: Rows[int], takes_quads: TakesQuads
+) -> AttentionTables:
+    """Row i reads blocks first_blocks[i] … end_blocks[i]−1."""
+    first, end = np.array(first_blocks, np.int32), np.array(end_blocks, np.int32)
     lowest, highest = int(first.min()), int(end.max())
     blocks = np.arange(lowest, highest, dtype=np.int32)[:, None]
     key = _owners(rows, lowest, highest) << 32 | blocks  # (blocks, rows), nearly in order

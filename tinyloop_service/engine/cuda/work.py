@@ -17,13 +17,14 @@ from typing import TypeVar
 import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Plan, Prefill, Restore, SequenceId
-from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, Span, SplitTables, prompt_tables, tile_order
+from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, Span, prompt_tables, tile_order
 from tinyloop_service.engine.cuda.buffers import BatchSections
 from tinyloop_service.engine.cuda.decoding import Decoder
 from tinyloop_service.engine.cuda.memory import Arena
 from tinyloop_service.engine.cuda.pages import Pages, StoredWork
 from tinyloop_service.engine.cuda.prompt import PassShape, PromptPass
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
+from tinyloop_service.engine.cuda.splits import SplitTables
 from tinyloop_service.engine.cuda.staging import Aside, Section, Staging
 from tinyloop_service.engine.cuda.states import RestoreWork, SaveWork, States
 from tinyloop_service.kernels.sample import SamplerTables
