@@ -3,8 +3,9 @@
 In: rows and prompt tokens that are ready to run.  Out: a filled draft.  It refuses to know admission and results.
 
 Builds never stop a stream: while rows decode, prompt tokens get a share of a plan's time (`pace.py`), and every row
-that decodes is in every plan.  Among prompts the oldest gets half of what there is and the rest goes to the shortest,
-so a suffix of ten tokens does not wait behind a long build, and the long build still moves.
+that decodes is in every plan.  Few prompt tokens may wait some plans for others (`gathering.py`).  Among prompts the
+oldest gets half of what there is and the rest goes to the shortest, so a suffix of ten tokens does not wait behind a
+long build, and the long build still moves.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection
 
 from tinyloop_service.engine.api import Limits
 from tinyloop_service.scheduler.draft import Draft
+from tinyloop_service.scheduler.gathering import Gathering
 from tinyloop_service.scheduler.pace import Pace
 from tinyloop_service.scheduler.requests import Requests
 from tinyloop_service.scheduler.sequences import Feed, Sequences
@@ -43,6 +45,7 @@ def compose(
     limits: Limits,
     settings: SchedulerSettings,
     pace: Pace,
+    gathering: Gathering,
     is_busy: bool,
 ) -> None:
     """Fill the draft.  `is_busy`: somebody waits for the next plan, or is likely to.
@@ -59,7 +62,10 @@ def compose(
     if decoding:
         most = limits.busy_steps if is_busy or starting or feeds else limits.max_steps
         num_steps = min(most, settings.steps_per_plan, max(row.num_left for row in decoding))
-        budget = pace.take(sum(feed.remaining for feed in feeds), len(decoding), num_steps)
+        if gathering.waits(feeds, len(decoding), num_steps):
+            budget = 0
+        else:
+            budget = pace.take(sum(feed.remaining for feed in feeds), len(decoding), num_steps)
     for feed, count in share_out(feeds, budget):
         last = count == feed.remaining
         draft.feed(feed, count)

@@ -40,6 +40,7 @@ from tinyloop_service.scheduler.events import (
     SnapshotTaken,
     SnapshotUnwanted,
 )
+from tinyloop_service.scheduler.gathering import Gathering
 from tinyloop_service.scheduler.pace import Pace
 from tinyloop_service.scheduler.prefix import Prefix
 from tinyloop_service.scheduler.prefixes import PrefixStore
@@ -73,6 +74,7 @@ class Core:
         self.adoption = Adoption(limits, self._prefixes, self._admission)
         self.snapshots = self._prefixes.snapshots
         self._pace = Pace(limits, settings.prefill_share)
+        self._gathering = Gathering(limits, self._pace)
         self._next_plan = 1
         self._last_arrival_ns = -_BURST_NS
         self._lost_device = False
@@ -113,7 +115,9 @@ class Core:
         self._refuse_impossible()  # first: they may hold up others
         self._admission.admit(draft, now_ns)
         is_busy = self._admission.is_waited_for or now_ns - self._last_arrival_ns < _BURST_NS
-        compose(draft, self._sequences, self._requests, self.limits, self._settings, self._pace, is_busy)
+        compose(
+            draft, self._sequences, self._requests, self.limits, self._settings, self._pace, self._gathering, is_busy
+        )
         for prefix in self.snapshots.take_wanted():
             assert prefix.sequence is not None
             draft.save(prefix.sequence)
@@ -126,6 +130,7 @@ class Core:
     def commit(self, plan: Plan, result: StepResult, now_ns: int, took_ns: int) -> None:
         """Apply what the engine answered, and how long it took.  Rows that ended in the meantime are dropped here."""
         self._pace.learn(plan, took_ns)
+        self._gathering.learn(plan, took_ns)
         for prefill in plan.prefill:
             self._progress(prefill.seq, len(prefill.tokens), now_ns)
         for restore in plan.restore:

@@ -50,27 +50,27 @@ class Pace:
     def learn(self, plan: Plan, took_ns: int) -> None:
         """A plan has ended, that long after it began or the one before it ended."""
         num_rows, num_tokens = len(plan.decode), plan.num_prompt_tokens
-        if not num_rows or _moves_state(plan):
+        if not num_rows or moves_state(plan):
             return
         if not num_tokens:
             self._steps.append((num_rows, took_ns / plan.num_steps))
         elif num_tokens >= self._least:
-            steps_ns = plan.num_steps * self._step_ns(num_rows)
+            steps_ns = plan.num_steps * self.step_ns(num_rows)
             tokens_ns = max(took_ns - steps_ns, _CREDIBLE * self._share * took_ns, 1.0)
             self._tokens_ns.append(tokens_ns / num_tokens)
 
     def _affordable(self, num_rows: int, num_steps: int) -> int:
         if not self._tokens_ns:
             return self._least
-        budget_ns = num_steps * self._step_ns(num_rows) * self._share / (1.0 - self._share)
+        budget_ns = num_steps * self.step_ns(num_rows) * self._share / (1.0 - self._share)
         return max(self._least, min(self._most, int(budget_ns / median_high(self._tokens_ns))))
 
-    def _step_ns(self, num_rows: int) -> float:
-        """At least so much, as far as it is known."""
+    def step_ns(self, num_rows: int) -> float:
+        """Of a decode step: at least so much, as far as it is known."""
         return min((took_ns * min(1.0, num_rows / rows) for rows, took_ns in self._steps), default=0.0)
 
 
-def _moves_state(plan: Plan) -> bool:
+def moves_state(plan: Plan) -> bool:
     """It copied, or made an active form, which tells nothing of tokens; that of a prefix it opens costs nothing."""
     made = plan.activate and not {*plan.activate} <= {opened.seq for opened in plan.open}
     return bool(plan.save or plan.restore or made)
