@@ -22,7 +22,8 @@ from tinyloop_service.scheduler.pace import Pace, moves_state
 from tinyloop_service.scheduler.sequences import Feed
 
 _NUM_PASSES = 5  # costs that are kept
-_MOST_PLANS = 3  # that anybody waits
+_MOST_PLANS = 2  # that anybody waits
+_OLD = 7 / 8  # of the rate of newcomers, how much a plan leaves of what was known before
 
 
 class Gathering:
@@ -44,20 +45,18 @@ class Gathering:
 
     def waits(self, feeds: Collection[Feed], num_rows: int, num_steps: int) -> bool:
         """`feeds`: all that there are."""
-        num_new = sum(feed.sequence.id > self._newest for feed in feeds)
-        self._newest = max((feed.sequence.id for feed in feeds), default=self._newest)
-        self._rate = (self._rate + num_new) / 2
-        plan_ns = len(feeds) * num_steps * self._pace.step_ns(num_rows)
-        if feeds and self._is_worth(self._waited_ns + plan_ns, feeds, num_rows):
-            self._waited_ns += plan_ns
+        saved_ns = (1 - exp(-self._rate)) * num_rows * median(self._passes_ns or [0.0])  # in all likelihood
+        self._count_new(feeds)
+        waited_ns = self._waited_ns + len(feeds) * num_steps * self._pace.step_ns(num_rows)
+        may_wait = self._num_plans < _MOST_PLANS and sum(feed.remaining for feed in feeds) < self._least
+        if feeds and may_wait and 0 < saved_ns >= waited_ns:
+            self._waited_ns = waited_ns
             self._num_plans += 1
             return True
         self._waited_ns, self._num_plans = 0.0, 0
         return False
 
-    def _is_worth(self, waited_ns: float, feeds: Collection[Feed], num_rows: int) -> bool:
-        if not self._passes_ns or self._num_plans == _MOST_PLANS:
-            return False
-        if sum(feed.remaining for feed in feeds) >= self._least:
-            return False
-        return waited_ns <= (1 - exp(-self._rate)) * num_rows * median(self._passes_ns)
+    def _count_new(self, feeds: Collection[Feed]) -> None:
+        num_new = sum(feed.sequence.id > self._newest for feed in feeds)
+        self._newest = max((feed.sequence.id for feed in feeds), default=self._newest)
+        self._rate = _OLD * self._rate + (1 - _OLD) * num_new
