@@ -34,7 +34,7 @@ class Queue:
         self.feeds: list[Feed] = []
 
     def learn(self, *, num_tokens: int = 0) -> None:
-        prefill = (Prefill(99, 0, (1,) * num_tokens, True),) if num_tokens else ()
+        prefill = (Prefill(99, 0, (1,) * num_tokens, 0),) if num_tokens else ()
         plan = Plan(1, decode=tuple(range(self.num_rows)), prefill=prefill)
         self.pace.learn(plan, took_ns(plan))
         self.gathering.learn(plan, took_ns(plan))
@@ -88,7 +88,7 @@ def test_passes_of_larger_chunks_and_plans_without_rows_teach_nothing() -> None:
     queue = Queue(50)
     queue.learn()
     queue.learn(num_tokens=101)
-    queue.gathering.learn(Plan(1, prefill=(Prefill(99, 0, (1,), True),)), 50 * MS)
+    queue.gathering.learn(Plan(1, prefill=(Prefill(99, 0, (1,), 0),)), 50 * MS)
     assert not any(queue.waits(1) for _ in range(20))
 
 
