@@ -17,6 +17,7 @@ from typing import Any, Self
 from unittest import mock
 
 import pytest
+from kept_signals import kept_signals
 
 from tinyloop_service.cli import main
 
@@ -57,7 +58,7 @@ def tinyloop(*arguments: str | Path, stdin: str = "", status: int | None = 0) ->
     out, err = io.StringIO(), io.StringIO()
     typed = io.TextIOWrapper(io.BytesIO(stdin.encode()))
     captured = (contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch("sys.stdin", typed))
-    with captured[0], captured[1], captured[2], pytest.raises(SystemExit) as ended:
+    with captured[0], captured[1], captured[2], kept_signals(), pytest.raises(SystemExit) as ended:
         main([*map(str, arguments)])
     return Done.checked(arguments, ended.value.code, status, out.getvalue(), err.getvalue())
 

@@ -20,6 +20,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from kept_signals import kept_signals
 from rpc_harness import CONFIG, SERVER, Served, collect, expected_tokens, ids, reason_of, refusal, serving, until
 from server_process import NO_RETRIES, NOT_SERVING, SERVING, health, server_process
 
@@ -308,11 +309,8 @@ async def test_a_fault_of_one_step_leaves_others_alone() -> None:
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """What they mean to this process is afterwards as it was."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, meaning in before.items():
-        signal.signal(number, meaning)
+    with kept_signals():
+        yield
 
 
 @pytest.mark.usefixtures("signals")
@@ -380,8 +378,8 @@ async def test_signals_that_keep_coming_do_not_end_the_process_in_their_own_way(
     async with server_process() as server:
         async with asyncio.timeout(30):
             while server.process.returncode is None:
-                with suppress(ProcessLookupError):
-                    server.process.send_signal(signal.SIGTERM)
+                with suppress(ProcessLookupError):  # its own method polls first, and may take the status away
+                    os.kill(server.process.pid, signal.SIGTERM)
                 await asyncio.sleep(0.001)
         _, log = await server.process.communicate()
         events = [json.loads(line)["event"] for line in log.decode().splitlines()]
