@@ -40,7 +40,7 @@ help:
 	@echo
 	@echo "on a machine with an NVIDIA GPU (CUDA=12 for a driver of CUDA 12); results in $(GPU_RESULTS):"
 	@echo "make test-gpu      kernels and engine on the GPU"
-	@echo "make bench-gpu     every kernel, steps, prefills; NO_CACHE and SHARED in process and through gRPC; how costs grow"
+	@echo "make bench-gpu     every kernel, steps, prefills; NO_CACHE and SHARED in process and through gRPC; traffic; how costs grow"
 	@echo "make sanitize-gpu  compute-sanitizer, memcheck and racecheck, over every kernel"
 
 demo: $(RUN_READY)
@@ -141,7 +141,7 @@ test-gpu: $(GPU_READY)
 	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) kernels engine
 
 bench-gpu: $(GPU_READY)
-	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) bench-kernels bench-prefix bench-scaling
+	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) bench-kernels bench-prefix bench-traffic bench-scaling
 
 sanitize-gpu: $(GPU_READY)
 	PYTHON=$(BIN)/python tests/gpu/session.sh $(GPU_RESULTS) sanitize

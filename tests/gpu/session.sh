@@ -2,7 +2,7 @@
 # All that needs a GPU in one go: tests, benchmarks, sanitizer.  Logs and JSON in a folder, a short summary last.
 #
 #     tests/gpu/session.sh FOLDER [PART ...]      all parts but the sanitizer, or those that are named:
-#     kernels engine bench-kernels bench-prefix bench-scaling sanitize
+#     kernels engine bench-kernels bench-prefix bench-traffic bench-scaling sanitize
 #
 # PYTHON (python3): an interpreter that has TinyLoop's dependencies, pytest with pytest-xdist, and CuPy; TinyLoop itself
 # need not be installed, but for bench-prefix, whose server says its version.  GPU_TEST_JOBS (4): test processes side by
@@ -15,7 +15,7 @@ python=${PYTHON:-python3}
 folder=$(realpath -m "${1:?usage: tests/gpu/session.sh FOLDER [PART ...]}")
 shift
 parts=("${@:-}")
-[[ -n ${parts[0]} ]] || parts=(kernels engine bench-kernels bench-prefix bench-scaling)
+[[ -n ${parts[0]} ]] || parts=(kernels engine bench-kernels bench-prefix bench-traffic bench-scaling)
 mkdir -p "$folder"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 failed=0
@@ -40,6 +40,9 @@ for name in "${parts[@]}"; do
         bench-prefix)
             part "$name" 200 "$python" tests/bench_prefix_cache.py --engine cuda --out "$folder/bench_prefix_cache.json"
             ;;
+        bench-traffic)
+            part "$name" 120 "$python" tests/bench_traffic.py --engine cuda --out "$folder/bench_traffic.json"
+            ;;
         bench-scaling)
             part "$name" 200 "$python" tests/bench_scaling.py --engine cuda --budget 120 --out "$folder/bench_scaling.json"
             ;;
@@ -48,7 +51,7 @@ for name in "${parts[@]}"; do
     esac
 done
 
-for name in bench-kernels bench-prefix bench-scaling sanitize; do
+for name in bench-kernels bench-prefix bench-traffic bench-scaling sanitize; do
     [[ ! -f $folder/$name.log ]] || { echo && cat "$folder/$name.log"; }
 done
 echo && cat "$folder/summary.txt"
