@@ -38,7 +38,7 @@ def test_rows_off_a_long_prefix_draw_what_each_draws_alone(mode: CacheMode) -> N
     assert [driver.drawn[row.id] for row in rows] == alone
 
 
-@pytest.mark.parametrize(("num_sms", "may"), [(19, True), (20, False)])
+@pytest.mark.parametrize(("num_sms", "may"), [(16, True), (17, False)])
 def test_an_engine_is_made_ready_for_quads_of_several_prefixes(num_sms: int, may: bool) -> None:
     """Eight rows are off four prefixes of at most ten pages: together these fill what one of them does not."""
     device = EmulatedDevice(num_sms=num_sms)

@@ -22,7 +22,7 @@ MOST_QUERIES_PER_KV = 16  # they share one tile of queries
 _TILE_QUERIES = 16
 _THREADS = 128
 _BLOCKS_PER_SM, _WIDE_BLOCKS_PER_SM = 4, 2  # as many as registers allow
-_PAGES_PER_SM, _INT8_PAGES_PER_SM = 2, 2.5  # of a K/V head, above which quads pay; kernels_cu/README.md has figures
+_PAGES_PER_SM, _INT8_PAGES_PER_SM = 2.4, 2.5  # of a K/V head, above which quads pay; kernels_cu/README.md has figures
 _MERGE_DIMS = 64  # of a warp
 _FEW_ROWS = 16
 
@@ -125,7 +125,8 @@ def has_quads(device: Device) -> bool:
 
 
 def takes_quads(device: Device, rows: int, pages: int, heads: int, num_kv_heads: int, *, int8: bool) -> bool:
-    """Whether `pages` that so many rows share had better be given as quads: there are enough of them to go round."""
+    """Whether rows of which several read `pages` had better be given quads: there are enough to go round, and without
+    them blocks would come in waves."""
     enough = pages * num_kv_heads > (_INT8_PAGES_PER_SM if int8 else _PAGES_PER_SM) * device.num_sms
     return has_quads(device) and _is_many(rows, heads, num_kv_heads) and enough
 

@@ -35,7 +35,7 @@ from tinyloop_service.kernels.page_layout import QUAD_PAGES
 
 Ints = NDArray[np.int32]
 TILE_TOKENS = 64
-TakesQuads = Callable[[int, int], bool]  # of so many rows, so many pages that they share
+TakesQuads = Callable[[int, int], bool]  # of so many rows, if several of them read so many pages
 Tile = tuple[int, int, int, int, int, int]  # slot, first row, tokens, position of the first, window, shared blocks
 _WORD = struct.Struct("i")
 
@@ -74,7 +74,7 @@ def attention_tables(
     entries[:, 0], entries[:, 1] = reader, block + lowest - first[reader]
     tables = AttentionTables(items, entries, end - first)
     quads = _quads(tables, np.array([row.window > 0 for row in rows]))
-    if quads.size and takes_quads(len(rows), QUAD_PAGES * len(quads)):
+    if quads.size and takes_quads(len(rows), int(np.count_nonzero(sizes > 1))):
         tables = _join(tables, quads)
     for items in (tables.items[: tables.num_quads], tables.items[tables.num_quads :]):
         items[:] = items[np.lexsort((items[:, 4], -items[:, 5], -items[:, 3]))]

@@ -78,7 +78,7 @@ class Decoder:
         return next(count for count in self.row_counts if count >= rows)
 
     def takes_quads(self, rows: int, pages: int) -> bool:
-        """Whether attention of so many rows had better be given so many pages that they share as quads."""
+        """Whether attention of so many rows, several of which read so many pages, had better be given quads."""
         spec, int8 = self._model.spec, is_int8(self._arena.pool)
         return takes_quads(self._device, self.padded(rows), pages, spec.n_heads, spec.n_kv_heads, int8=int8)
 

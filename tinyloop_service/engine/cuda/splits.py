@@ -58,7 +58,7 @@ def tables_of_siblings(
     """
     first, count, owners = first_blocks[0], len(rows), rows[0].owners.tolist()
     quads = set() if any(row.window for row in rows) else _quads(owners, first)
-    if quads and not takes_quads(count, QUAD_PAGES * len(quads)):
+    if quads and not takes_quads(count, len(owners) - first):
         quads = set()
     inner = {block + nth for block in quads for nth in range(1, QUAD_PAGES)}
     splits = [block for block in range(first, len(owners)) if block not in inner]
