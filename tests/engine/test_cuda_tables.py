@@ -23,7 +23,7 @@ from tinyloop_service.engine.cuda.engine import MAX_ROWS
 from tinyloop_service.engine.cuda.memory import MOST_SLOTS
 from tinyloop_service.engine.cuda.schedule import schedule_of
 from tinyloop_service.engine.cuda.sequences import Sequence, SequenceTable
-from tinyloop_service.engine.cuda.splits import SplitTables, are_siblings, tables_of_siblings
+from tinyloop_service.engine.cuda.splits import SplitTables, families_of, tables_of_families
 from tinyloop_service.engine.cuda.staging import Staging
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
 from tinyloop_service.engine.spec import ModelSpec
@@ -144,39 +144,52 @@ def items_of(tables: AttentionTables) -> list[tuple[list[int], list[list[int]]]]
 
 @pytest.mark.parametrize("quads", [False, True])
 @pytest.mark.parametrize("window", [0, 100, 200])
-@pytest.mark.parametrize("inherited", [0, 64, 300, 512, 840])
-def test_siblings_get_what_others_get(inherited: int, window: int, quads: bool) -> None:
-    chains = Chains(slots=20, blocks=20)
-    chains.open(70)
-    grandparent = chains.open(inherited // 2 + 6) if inherited else None
-    parent = chains.open(inherited, grandparent) if inherited else None
-    whole = inherited // 64 * 64
-    rows = [chains.open(inherited + 3 + 40 * i, parent, window and window + whole % 128) for i in (3, 0, 1, 4)]
-    for row in rows:  # those with a window see of their parent's blocks from the same one on
-        row.length = inherited + 5 if window else row.length
+@pytest.mark.parametrize("inherited", [(0,), (64,), (300,), (512, 0), (840, 300, 70), (512, 515, 64, 0)])
+def test_families_get_what_others_get(inherited: tuple[int, ...], window: int, quads: bool) -> None:
+    """Rows off so many prefixes, which have a parent each; four rows off the first one, one off the last."""
+    chains, rows = Chains(slots=40, blocks=20), []
+    for nth, length in enumerate(inherited):
+        chains.open(70)
+        grandparent = chains.open(length // 2 + 6) if length else None
+        parent = chains.open(length, grandparent) if length else None
+        for i in (3, 0, 1, 4)[nth:]:
+            width = window and window + length // 64 * 64 % 128
+            rows.append(chains.open(length + (5 if window else 3 + 40 * i), parent, width))
+    rows = rows[1::2] + rows[::2]
     first, end = [row.first_visible(row.length) for row in rows], [(row.length + 70) // 64 + 1 for row in rows]
-    assert are_siblings(rows, first) == (inherited >= 64 or not inherited)
+    families = families_of(rows, first)
+    assert families is not None and sorted(reader for family in families for reader in family.readers) == [
+        *range(len(rows))
+    ]
     asked: list[tuple[int, int]] = []
 
     def takes_quads(num_rows: int, pages: int) -> bool:
         asked.append((num_rows, pages))
         return quads
 
-    wanted, made = (make(rows, first, end, takes_quads) for make in (attention_tables, tables_of_siblings))
+    wanted = attention_tables(rows, first, end, takes_quads)
+    made = tables_of_families(rows, families, end, takes_quads)
     assert items_of(made) == items_of(wanted)
     assert (made.row_items.tolist(), made.num_quads) == (wanted.row_items.tolist(), wanted.num_quads)
     assert asked in ([], 2 * asked[:1]) and (made.num_quads > 0) == (bool(asked) and quads)
 
 
-def test_who_are_no_siblings() -> None:
-    chains = Chains()
-    parent, other = chains.open(130), chains.open(130)
+def test_who_are_no_families() -> None:
+    chains = Chains(slots=12)
+    grandparent = chains.open(64)
+    parent, other, child = chains.open(130), chains.open(130), chains.open(200, grandparent)
     rows = [chains.open(150, parent), chains.open(160, parent), chains.open(150, other), chains.open(150, parent, 30)]
+    rows += [chains.open(100, grandparent), chains.open(210, child)]
 
-    def asked(*which: int) -> bool:
-        return are_siblings([rows[i] for i in which], [rows[i].first_visible(rows[i].length) for i in which])
+    def readers(*which: int) -> list[list[int]] | None:
+        given = [rows[i] for i in which]
+        families = families_of(given, [row.first_visible(row.length) for row in given])
+        return families and [family.readers for family in families]
 
-    assert [asked(0, 1), asked(0, 2), asked(0, 3), asked(0)] == [True, False, False, False]
+    assert readers(0, 2, 1) == [[0, 2], [1]]
+    assert readers(0, 3) is None, "one sees less"
+    assert readers(0, 4, 5) is None, "two inherit the same block from their grandparent"
+    assert readers(0, 5) == [[0], [1]]
 
 
 def quad_splits(rows: list[Sequence]) -> tuple[list[list[tuple[int, int, int, bool]]], int]:

@@ -1,13 +1,14 @@
-"""The tables of decoding rows, kept while they read the same splits, and made quickly where they have one parent.
+"""The tables of decoding rows, kept while they read the same splits, and made quickly where rows are families.
 
-In: sequences, and how far each goes.  Out: `batch.AttentionTables`.  Refuses to know about pages and the device.
+A *family* inherits the same blocks, as most rows off one prefix do.  In: sequences, and how far each goes.  Out:
+`batch.AttentionTables`.  Refuses to know about pages and the device.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,62 +37,110 @@ class SplitTables:
         end = [(length - 1) // PAGE_TOKENS + 1 for length in lengths]
         key = (*rows, *first, *end)
         if key not in self._made:
-            make = tables_of_siblings if are_siblings(rows, first) else attention_tables
-            self._made[key] = make(rows, first, end, self._takes_quads)
+            families = families_of(rows, first)
+            if families is None:
+                self._made[key] = attention_tables(rows, first, end, self._takes_quads)
+            else:
+                self._made[key] = tables_of_families(rows, families, end, self._takes_quads)
             if len(self._made) > _MOST_TABLES:
                 self._made.popitem(last=False)
         return self._made[key]
 
 
-def are_siblings(rows: Rows[Sequence], first_blocks: Rows[int]) -> bool:
-    """Several rows that share the array of what they inherit, and read it from the same block on."""
-    owners = rows[0].owners
-    return len(rows) > 1 and len({*first_blocks}) == 1 and all(row.owners is owners for row in rows)
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Rows that share the array of what they inherit, and read it from the same block on."""
+
+    readers: list[int]  # numbers of its rows
+    owners: list[int]  # slots that own the blocks
+    first: int  # block that they read
+
+    @property
+    def blocks(self) -> range:
+        """Of those inherited, which they read."""
+        return range(self.first, len(self.owners))
+
+    @property
+    def own_begin(self) -> int:
+        """The first block that each has for itself."""
+        return max(self.first, len(self.owners))
+
+    def quads(self, rows: Rows[Sequence]) -> list[int]:
+        """The blocks with which quads begin: pages of one owner, of which several rows see all."""
+        if len(self.readers) == 1 or any(rows[reader].window for reader in self.readers):
+            return []
+        begins = range(-(-self.first // QUAD_PAGES) * QUAD_PAGES, len(self.owners) - QUAD_PAGES + 1, QUAD_PAGES)
+        return [block for block in begins if len({*self.owners[block : block + QUAD_PAGES]}) == 1]
 
 
-def tables_of_siblings(
-    rows: Rows[Sequence], first_blocks: Rows[int], end_blocks: Rows[int], takes_quads: TakesQuads
+def families_of(rows: Rows[Sequence], first_blocks: Rows[int]) -> list[Family] | None:
+    """None where it is not that simple: two share some of what they inherit, or some with a window see less."""
+    by_owners: dict[int, list[int]] = {}
+    for reader, row in enumerate(rows):
+        by_owners.setdefault(id(row.owners), []).append(reader)
+    families = []
+    for readers in by_owners.values():
+        first = first_blocks[readers[0]]
+        if any(first_blocks[reader] != first for reader in readers):
+            return None
+        families.append(Family(readers, rows[readers[0]].owners.tolist(), first))
+    roots = [family.owners[0] for family in families if family.owners]
+    return families if len({*roots}) == len(roots) else None
+
+
+def tables_of_families(
+    rows: Rows[Sequence], families: Rows[Family], end_blocks: Rows[int], takes_quads: TakesQuads
 ) -> AttentionTables:
-    """`attention_tables` for rows that `are_siblings`: the same items, their entries elsewhere, by few calls of NumPy.
-
-    What those cost in a service, which runs much else between two of them, is more than what they do.
-    """
-    first, count, owners = first_blocks[0], len(rows), rows[0].owners.tolist()
-    quads = set() if any(row.window for row in rows) else _quads(owners, first)
-    if quads and not takes_quads(count, len(owners) - first):
-        quads = set()
-    inner = {block + nth for block in quads for nth in range(1, QUAD_PAGES)}
-    splits = [block for block in range(first, len(owners)) if block not in inner]
-    shared = sorted((block not in quads, owners[block], block, ordinal) for ordinal, block in enumerate(splits))
-    own = sorted(_own_splits(rows, max(first, len(owners)), end_blocks, len(splits)))
-    num_entries = count * len(shared)
-    items = [(slot, block, count * at, count, slot, 0) for at, (_, slot, block, _) in enumerate(shared)]
+    """`attention_tables` for rows that are these families: the same items, their entries elsewhere, by few calls of
+    NumPy.  What those cost in a service, which runs much else between two of them, is more than what they do."""
+    quads = [family.quads(rows) for family in families]
+    num_shared = sum(len(family.blocks) for family in families if len(family.readers) > 1)
+    if not (any(quads) and takes_quads(len(rows), num_shared)):
+        quads = [[]] * len(families)
+    shared: list[tuple[bool, int, int, int, int]] = []  # not a quad; minus the entries, slot, block, first entry
+    alone: list[tuple[int, int, int, int, int, int]] = []  # minus the tokens copied, source, slot, block; its entry
+    of_shared: list[tuple[list[int], int]] = []  # of each family that shares: its readers, how many splits
+    row_items, num_entries = [0] * len(rows), 0
+    for family, begins in zip(families, quads, strict=True):
+        inner = {block + nth for block in begins for nth in range(1, QUAD_PAGES)}
+        splits = [block for block in family.blocks if block not in inner]
+        begin, owners, count = family.own_begin, family.owners, len(family.readers)
+        for reader in family.readers:
+            row_items[reader] = len(splits) + end_blocks[reader] - begin
+            alone += _own_splits(rows[reader], reader, range(begin, end_blocks[reader]), len(splits))
+        if count == 1:
+            (reader,) = family.readers
+            alone += [(0, owners[block], owners[block], block, reader, nth) for nth, block in enumerate(splits)]
+            continue
+        for block in splits:
+            shared.append((block not in begins, -count, owners[block], block, num_entries))
+            num_entries += count
+        of_shared.append((family.readers, len(splits)))
+    shared.sort()
+    alone.sort()
+    items = [(slot, block, at, -minus_count, slot, 0) for _, minus_count, slot, block, at in shared]
     items += [
-        (slot, block, num_entries + at, 1, source, -not_copied)
-        for at, (not_copied, source, slot, block, _, _) in enumerate(own)
+        (slot, block, at, 1, source, -minus_copied)
+        for at, (minus_copied, source, slot, block, _, _) in enumerate(alone, num_entries)
     ]
-    entries = np.empty((num_entries + len(own), 2), np.int32)
-    of_all = entries[:num_entries].reshape(len(shared), count, 2)
-    of_all[:, :, 0] = np.arange(count, dtype=np.int32)
-    of_all[:, :, 1] = np.array([ordinal for *_, ordinal in shared], np.int32)[:, None]
-    entries[num_entries:] = np.array([split[4:] for split in own], np.int32).reshape(-1, 2)
-    row_items = np.array(end_blocks, np.int32) - np.int32(max(first, len(owners)) - len(splits))
-    return AttentionTables(np.array(items, np.int32).reshape(-1, 6), entries, row_items, len(quads))
+    entries = np.empty((num_entries + len(alone), 2), np.int32)
+    at = 0
+    for readers, num_splits in of_shared:
+        of_all = entries[at : at + num_splits * len(readers)].reshape(num_splits, len(readers), 2)
+        of_all[:, :, 0], of_all[:, :, 1] = readers, np.arange(num_splits, dtype=np.int32)[:, None]
+        at += num_splits * len(readers)
+    entries[at:] = np.array([split[4:] for split in alone], np.int32).reshape(-1, 2)
+    num_quads = sum(map(len, quads))
+    return AttentionTables(
+        np.array(items, np.int32).reshape(-1, 6), entries, np.array(row_items, np.int32), num_quads
+    )  # fmt: skip
 
 
-def _quads(owners: list[int], first: int) -> set[int]:
-    """The blocks with which quads of one owner's pages begin."""
-    begins = range(-(-first // QUAD_PAGES) * QUAD_PAGES, len(owners) - QUAD_PAGES + 1, QUAD_PAGES)
-    return {block for block in begins if len({*owners[block : block + QUAD_PAGES]}) == 1}
-
-
-def _own_splits(
-    rows: Rows[Sequence], begin: int, end_blocks: Rows[int], ordinal: int
-) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Such that they sort: minus the tokens that it shares with its source, the source's slot; slot, block; row,
-    ordinal.  From block `begin` on, the row's split of number `ordinal`."""
-    for reader, (row, end) in enumerate(zip(rows, end_blocks, strict=True)):
-        for block in range(begin, end):
-            copied = row.start % PAGE_TOKENS if row.parent is not None and block == row.start // PAGE_TOKENS else 0
-            source = row.parent.slot if copied and row.parent is not None else row.slot
-            yield -copied, source, row.slot, block, reader, ordinal + block - begin
+def _own_splits(row: Sequence, reader: int, blocks: range, ordinal: int) -> list[tuple[int, int, int, int, int, int]]:
+    """Minus the tokens that a block shares with its source, the source's slot; slot, block; row, ordinal from there."""
+    slot, copied_block = row.slot, row.start // PAGE_TOKENS
+    splits = [(0, slot, slot, block, reader, nth) for nth, block in enumerate(blocks, ordinal)]
+    if row.parent is not None and row.start % PAGE_TOKENS and copied_block in blocks:
+        nth = copied_block - blocks.start
+        splits[nth] = (-(row.start % PAGE_TOKENS), row.parent.slot, *splits[nth][2:])
+    return splits
