@@ -132,7 +132,7 @@ def main() -> None:
         spread = f"{per_step[0]:.0f}–{per_step[-1]:.0f}"
         print(f"{name:10s} {median:7.0f} µs a step ({spread}), {median / args.rows:6.2f} µs a token")
     print(f"a piece    {piece(UNWATCHED):.2f} µs for a stream, watched {piece(watching):.2f}")
-    print(f"a step     {microseconds(lambda i: watching.step(50, 1, 0, 2_500_000)):.2f} µs")
+    print(f"a step     {microseconds(lambda i: watching.step((50,), 0, 2_500_000)):.2f} µs")
     print(f"a call     {call(watching):.1f} µs, traced {call(observation(otlp_endpoint='http://127.0.0.1:9')):.1f}")
     on_loop, beside = milliseconds_of_a_scrape(watching)
     print(f"a scrape   {on_loop:.2f} ms on the event loop, {beside:.2f} ms beside it")

@@ -15,6 +15,7 @@ goes back; a time of 0 says that it never came to that.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -153,8 +154,8 @@ class Observer(Protocol):
     def build_ended(self, record: BuildRecord) -> None:
         """A prefix is READY, or its build failed."""
 
-    def step(self, num_rows: int, num_steps: int, num_prefilled: int, duration_ns: int) -> None:
-        """The engine ran a plan: `num_steps` steps of `num_rows` rows, `num_prefilled` prompt tokens with the first."""
+    def step(self, num_rows: Sequence[int], num_prefilled: int, duration_ns: int) -> None:
+        """The engine ran a plan: so many rows in each of its steps, `num_prefilled` prompt tokens with the first."""
 
     def call_ended(self, call: CallRecord) -> None:
         """An RPC was answered, refused, cancelled, or failed."""
@@ -178,7 +179,7 @@ class Unwatched:
     def build_ended(self, record: BuildRecord) -> None:
         pass
 
-    def step(self, num_rows: int, num_steps: int, num_prefilled: int, duration_ns: int) -> None:
+    def step(self, num_rows: Sequence[int], num_prefilled: int, duration_ns: int) -> None:
         pass
 
     def call_ended(self, call: CallRecord) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tinyloop_service.observer import BuildRecord, CallRecord, Observer, RequestRecord
@@ -15,7 +16,7 @@ class Recorder:
     tokens: list[tuple[str, int, int, float]] = field(default_factory=list)
     ended: list[RequestRecord] = field(default_factory=list)
     builds: list[BuildRecord] = field(default_factory=list)
-    steps: list[tuple[int, int, int]] = field(default_factory=list)
+    steps: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     step_ns: int = 0
 
     def admitted(self, record: RequestRecord) -> None:
@@ -35,8 +36,8 @@ class Recorder:
     def build_ended(self, record: BuildRecord) -> None:
         self.builds.append(record)
 
-    def step(self, num_rows: int, num_steps: int, num_prefilled: int, duration_ns: int) -> None:
-        self.steps.append((num_rows, num_steps, num_prefilled))
+    def step(self, num_rows: Sequence[int], num_prefilled: int, duration_ns: int) -> None:
+        self.steps.append(((*num_rows,), num_prefilled))
         self.step_ns += duration_ns
 
     def call_ended(self, call: CallRecord) -> None:

@@ -29,7 +29,7 @@ class Queue:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.pace = Pace(LIMITS, 0.5)
-        self.gathering = Gathering(LIMITS, self.pace)
+        self.gathering = Gathering(self.pace)
         self.sequences = Sequences(LIMITS)
         self.feeds: list[Feed] = []
 
@@ -90,6 +90,23 @@ def test_passes_of_larger_chunks_and_plans_without_rows_teach_nothing() -> None:
     queue.learn(num_tokens=101)
     queue.gathering.learn(Plan(1, prefill=(Prefill(99, 0, (1,), 0),)), 50 * MS)
     assert not any(queue.waits(1) for _ in range(20))
+
+
+def test_whoever_has_waited_is_in_the_next_plan() -> None:
+    """Also where a plan must not carry as much as the engine would like."""
+    pace = Pace(dataclasses.replace(LIMITS, max_chunk=64), 0.5)
+    gathering, sequences, feeds = Gathering(pace), Sequences(LIMITS), list[Feed]()
+    for plan in (Plan(1, decode=(1,)), Plan(2, decode=(1,), prefill=(Prefill(99, 0, (1,)),))):
+        pace.learn(plan, took_ns(plan))
+        gathering.learn(plan, took_ns(plan))
+    waited = 0
+    for _ in range(40):
+        sequence = sequences.create(None, Extent(0, 25, 1, 0))
+        feeds.append(Feed(sequence, tokens(25), 0))
+        is_in = not gathering.waits(feeds, 50, 1) and pace.take(sum(feed.remaining for feed in feeds), 50, 1) > 0
+        waited = 0 if is_in else waited + 1
+        feeds = [] if is_in else feeds
+        assert waited <= 2
 
 
 def run_with_arrivals(num_plans: int) -> Driver:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import threading
 
 import pytest
@@ -10,7 +12,7 @@ from recording_observer import Alone, Recorder
 from scheduler_driver import SMALL, Driver, tokens
 
 from tinyloop_service.engine.api import Plan
-from tinyloop_service.engine.fake import FakeEngine
+from tinyloop_service.engine.fake import FakeEngine, expected_tokens
 from tinyloop_service.errors import EngineFault, TinyLoopError
 from tinyloop_service.observe.metrics import Histogram, Metrics
 from tinyloop_service.observer import CallRecord, RequestRecord
@@ -18,7 +20,7 @@ from tinyloop_service.scheduler.events import Admitted, Sampled
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.scheduler.stream import Stream
 from tinyloop_service.settings import SchedulerSettings
-from tinyloop_service.types import FinishReason, GenerationRequest, PrefixDefinition, PrefixState, Stops
+from tinyloop_service.types import FinishReason, GenerationRequest, PrefixDefinition, PrefixState, Sampling, Stops
 
 MS = 10**6
 
@@ -137,12 +139,34 @@ async def test_steps_cover_every_token() -> None:
         assert 0 < observer.step_ns <= scheduler.now_ns() - began_ns
     finally:
         await scheduler.close()
-    assert sum(prefilled for _, _, prefilled in observer.steps) == 100 + 2 + 3
-    chunks = [rows for rows, _, prefilled in observer.steps if prefilled]
-    decoded = sum(rows * steps for rows, steps, prefilled in observer.steps if not prefilled)
+    assert sum(prefilled for _, prefilled in observer.steps) == 100 + 2 + 3
+    chunks = [rows for rows, prefilled in observer.steps if prefilled]
+    decoded = sum(sum(rows) for rows, prefilled in observer.steps if not prefilled)
     assert decoded == 8 and len(chunks) == 4  # two of the prefix, and each request's own, which gives its first token
     assert [(b.tenant, b.name, b.num_tokens, b.error) for b in observer.builds] == [("t", "p", 100, None)]
     assert [r.generated_tokens for r in observer.ended] == [9, 1]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_rows_take_part_in_no_step_behind_their_end(stops: bool) -> None:
+    """Be it their last token or one that stops them, of which a plan on its way knows nothing."""
+    observer, limits = Recorder(), dataclasses.replace(SMALL, max_steps=8, busy_steps=8)
+    scheduler = Scheduler(FakeEngine(limits, strict=True), SchedulerSettings(), observer=observer)
+    await scheduler.start()
+    try:
+        wanted = {(1, seed): 3 + seed for seed in range(3)}
+        streams = []
+        for prompt, most in wanted.items():
+            drawn = expected_tokens([(prompt, 0)], most, Sampling(), 1, limits)
+            assert drawn[-1] not in drawn[:-1]
+            ends = Stops(token_sequences=(drawn[-1:],)) if stops else Stops()
+            streams.append(scheduler.generate(GenerationRequest(prompt, 40 if stops else most, stops=ends)))
+        await asyncio.gather(*(collect(stream) for stream in streams))
+        await until(lambda: is_settled(scheduler))
+    finally:
+        await scheduler.close()
+    assert observer.steps[:2] == [((3,), 6), ((3, 3, 2, 1), 0)]
+    assert not any(rows for rows, _ in observer.steps[2:])
 
 
 async def test_a_step_is_not_charged_for_the_one_before_it() -> None:
@@ -176,7 +200,7 @@ async def test_a_failed_step_is_no_step() -> None:
     finally:
         await scheduler.close()
     assert [r.finish_reasons for r in observer.ended] == [["error"]]
-    assert all(rows == 0 for rows, _, _ in observer.steps)
+    assert not any(rows for rows, _ in observer.steps)
 
 
 def test_a_histogram_takes_a_bound_in() -> None:

@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 from scheduler_driver import SMALL, Driver, tokens
 
-from tinyloop_service.engine.api import Open, Plan, Prefill, Restore
+from tinyloop_service.engine.api import Open, Pending, Plan, Prefill, Restore
 from tinyloop_service.scheduler.pace import Pace
 from tinyloop_service.settings import SchedulerSettings
 from tinyloop_service.types import GenerationRequest
@@ -73,6 +73,30 @@ def test_several_steps_carry_more_tokens() -> None:
     pace = Pace(LIMITS, SHARE)
     settled(lambda plan: (10 + 0.75 * plan.num_prompt_tokens) * MS, pace=pace)
     assert pace.take(10_000, 8, 4) == pytest.approx(4 * 31, abs=4)
+
+
+def test_what_no_row_was_left_for_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that were on their way when their last row was stopped are over at once, on an engine that looks."""
+    driver = Driver(dataclasses.replace(SMALL, eos_token_ids=tuple(range(1, 97, 2))))
+    ran: dict[int, int] = {}  # steps that were, by plan
+    submit = driver.engine.submit
+
+    def watched(plan: Plan) -> Pending:
+        pending = submit(plan)
+        ran[plan.number] = len(pending.result().rows_by_step(plan))
+        return pending
+
+    monkeypatch.setattr(driver.engine, "submit", watched)
+    driver.cost_ns = lambda plan: ran[plan.number] * 10 * MS
+    for seed in range(20):
+        driver.submit(GenerationRequest((1, seed), 50))
+        driver.plan()
+        while driver.in_flight:  # always one behind the one that runs
+            driver.plan()
+            driver.settle()
+    stopped = [plan for plan in driver.plans if plan.decode and ran[plan.number] < plan.num_steps]
+    assert any(not ran[plan.number] for plan in stopped), "no plan was without rows"
+    assert driver.core._pace.step_ns(1) == 10 * MS
 
 
 def test_a_machine_that_stood_still_once_does_not_count() -> None:

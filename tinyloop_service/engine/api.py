@@ -25,6 +25,7 @@ This file refuses to know how an engine computes, and what a name, a tenant or a
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -189,11 +190,6 @@ class Plan:
     drop: tuple[Drop, ...] = ()
 
     @property
-    def num_rows(self) -> int:
-        """Sequences that are fed or decoded."""
-        return len(self.first) + len(self.prefill) + len(self.decode)
-
-    @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prefill.tokens) for prefill in self.prefill)
 
@@ -226,6 +222,18 @@ class StepResult:
 
     rows: tuple[RowOutput, ...]
     saved: tuple[Saved, ...] = ()
+
+    def rows_by_step(self, plan: Plan) -> tuple[int, ...]:
+        """Sequences that took part in each step of `plan`, which this came of; prompt tokens are fed in the first.
+
+        Steps behind the last that anybody took are left out: engines need not run them.
+        """
+        decoded = {*plan.decode}
+        lengths = Counter(len(row.tokens) for row in self.rows if row.seq in decoded)
+        fed = len(plan.first) + len(plan.prefill)
+        num_steps = max(lengths, default=0) or bool(fed)
+        rows = (sum(count for length, count in lengths.items() if length > step) for step in range(num_steps))
+        return tuple(count + fed * (step == 0) for step, count in enumerate(rows))
 
 
 class Pending(Protocol):

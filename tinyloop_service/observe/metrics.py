@@ -104,10 +104,11 @@ class Metrics:
         else:
             (self.restore_time if record.snapshot else self.build_time).add(record.build_ns)
 
-    def step(self, num_rows: int, num_steps: int, num_prefilled: int, duration_ns: int) -> None:
+    def step(self, num_rows: Sequence[int], num_prefilled: int, duration_ns: int) -> None:
         if num_rows:
-            self.step_time.add(duration_ns / num_steps, num_steps)
-            self.step_rows.add(num_rows, num_steps)
+            self.step_time.add(duration_ns / len(num_rows), len(num_rows))
+            for count in num_rows:
+                self.step_rows.add(count)
             self.prefilled_tokens += num_prefilled
 
     def call_ended(self, call: CallRecord) -> None:

@@ -74,7 +74,7 @@ class Core:
         self.adoption = Adoption(limits, self._prefixes, self._admission)
         self.snapshots = self._prefixes.snapshots
         self._pace = Pace(limits, settings.prefill_share)
-        self._gathering = Gathering(limits, self._pace)
+        self._gathering = Gathering(self._pace)
         self._next_plan = 1
         self._last_arrival_ns = -_BURST_NS
         self._lost_device = False
@@ -129,8 +129,9 @@ class Core:
 
     def commit(self, plan: Plan, result: StepResult, now_ns: int, took_ns: int) -> None:
         """Apply what the engine answered, and how long it took.  Rows that ended in the meantime are dropped here."""
-        self._pace.learn(plan, took_ns)
-        self._gathering.learn(plan, took_ns)
+        if _took_every_step(plan, result):
+            self._pace.learn(plan, took_ns)
+            self._gathering.learn(plan, took_ns)
         for prefill in plan.prefill:
             self._progress(prefill.seq, len(prefill.tokens), now_ns)
         for restore in plan.restore:
@@ -328,6 +329,11 @@ class Core:
             assert request is not None
             self._requests.fail(request, copy.copy(error))
             self._admission.remove(order)
+
+
+def _took_every_step(plan: Plan, result: StepResult) -> bool:
+    """Some row did; where every one has ended, the engine need not have run what was left, and took no time for it."""
+    return any(len(row.tokens) == plan.num_steps and row.seq in plan.decode for row in result.rows)
 
 
 def _identity(prefix: Prefix) -> tuple[str, str | None, int]:

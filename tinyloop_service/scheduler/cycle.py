@@ -120,7 +120,7 @@ class Cycle:
     def _commit(self, plan: Plan, sent_ns: int, result: StepResult) -> None:
         now_ns = self._now_ns()
         step_ns = now_ns - max(sent_ns, self._free_ns)
-        self._observer.step(plan.num_rows, plan.num_steps, plan.num_prompt_tokens, step_ns)
+        self._observer.step(result.rows_by_step(plan), plan.num_prompt_tokens, step_ns)
         self._free_ns = now_ns
         self._core.commit(plan, result, now_ns, step_ns)
 

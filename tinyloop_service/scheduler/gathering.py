@@ -17,7 +17,7 @@ from collections.abc import Collection
 from math import exp
 from statistics import median
 
-from tinyloop_service.engine.api import Limits, Plan
+from tinyloop_service.engine.api import Plan
 from tinyloop_service.scheduler.pace import Pace, moves_state
 from tinyloop_service.scheduler.sequences import Feed
 
@@ -29,8 +29,8 @@ _OLD = 7 / 8  # of the rate of newcomers, how much a plan leaves of what was kno
 class Gathering:
     """`learn` from every plan that ran; `waits` once for every one that is made while rows decode."""
 
-    def __init__(self, limits: Limits, pace: Pace) -> None:
-        self._least, self._pace = limits.least_chunk, pace
+    def __init__(self, pace: Pace) -> None:
+        self._least, self._pace = pace.least, pace  # so that who has waited is in the next plan
         self._passes_ns: deque[float] = deque(maxlen=_NUM_PASSES)
         self._newest = 0  # of the sequences that were seen
         self._rate = 0.0  # of newcomers a plan, of late

@@ -33,7 +33,7 @@ class Pace:
 
     def __init__(self, limits: Limits, share: float) -> None:
         self._most = max(1, limits.max_chunk // 2)
-        self._least = min(limits.least_chunk, self._most)
+        self.least = min(limits.least_chunk, self._most)  # prompt tokens that any plan may carry
         self._share = share
         self._steps: deque[tuple[int, float]] = deque(maxlen=_NUM_STEPS)  # rows, nanoseconds
         self._tokens_ns: deque[float] = deque(maxlen=_NUM_CHUNKS)
@@ -54,16 +54,16 @@ class Pace:
             return
         if not num_tokens:
             self._steps.append((num_rows, took_ns / plan.num_steps))
-        elif num_tokens >= self._least:
+        elif num_tokens >= self.least:
             steps_ns = plan.num_steps * self.step_ns(num_rows)
             tokens_ns = max(took_ns - steps_ns, _CREDIBLE * self._share * took_ns, 1.0)
             self._tokens_ns.append(tokens_ns / num_tokens)
 
     def _affordable(self, num_rows: int, num_steps: int) -> int:
         if not self._tokens_ns:
-            return self._least
+            return self.least
         budget_ns = num_steps * self.step_ns(num_rows) * self._share / (1.0 - self._share)
-        return max(self._least, min(self._most, int(budget_ns / median_high(self._tokens_ns))))
+        return max(self.least, min(self._most, int(budget_ns / median_high(self._tokens_ns))))
 
     def step_ns(self, num_rows: int) -> float:
         """Of a decode step: at least so much, as far as it is known."""
