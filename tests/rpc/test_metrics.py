@@ -330,6 +330,29 @@ async def test_a_metrics_port_holds_few_connections_none_for_long_and_logs_nothi
     assert "Traceback" not in capfd.readouterr().err
 
 
+async def test_who_says_a_little_now_and_then_does_not_keep_the_metrics_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait for him is short, and there are many."""
+    monkeypatch.setattr("tinyloop_service.observe.scrapes._LONGEST_S", 0.5)
+    async with watched() as served:
+        host, _, port = served.app.metrics_address.rpartition(":")
+
+        def dribble() -> bool:
+            with socket.create_connection((host, int(port)), timeout=0.05) as slow:
+                for _ in range(200):
+                    try:
+                        slow.sendall(b"G")
+                        if slow.recv(1) == b"":
+                            return True
+                    except TimeoutError:
+                        continue
+                    except OSError:
+                        return True
+                return False
+
+        assert await asyncio.to_thread(dribble), "he is connected after ten seconds"
+        assert (await scraped(served))("requests_running") == 0
+
+
 async def test_every_metric_is_there_from_the_start_or_has_labels_to_come() -> None:
     """What a dashboard asks for is found on an idle server, but for what is named by its first event."""
     async with watched() as served:

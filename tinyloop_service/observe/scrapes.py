@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -23,6 +24,7 @@ from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.exposition import Snapshot, families
 
 MOST_CONNECTIONS = 32  # at once
+_LONGEST_S = 30.0  # that anybody stays connected, however often he says a little
 _SCRAPE_S = 5.0  # for the event loop to give its numbers; a scrape that gets none fails
 
 
@@ -43,13 +45,22 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        end = threading.Timer(_LONGEST_S, _cut_off, (request,))
+        end.daemon = True
+        end.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            end.cancel()
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Whoever asked is gone, or did not ask in time: nothing to log, least of all a traceback each."""
+
+
+def _cut_off(connection: socket.socket) -> None:
+    with suppress(OSError):  # it is closed already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):
