@@ -41,6 +41,9 @@ def test_refuses_what_it_cannot_do() -> None:
     weights = weights_of(SPEC)
     with pytest.raises(InvalidArgument, match=r"kv_memory: 1000 bytes given; 64 tokens alone take \d+"):
         CpuEngine(weights, kv_memory=1000)
+    for too_much in (1 << 62, 1 << 80):  # no address space has as much
+        with pytest.raises(InvalidArgument, match=f"kv_memory: {too_much} bytes given, more than this machine has"):
+            CpuEngine(weights, kv_memory=too_much)
     with pytest.raises(InvalidArgument, match=r"cache_mode: h-int4 given, .* groups of 64"):
         CpuEngine(weights_of(replace(SPEC, d_model=96)), kv_memory=1 << 20, cache_mode=CacheMode.H_INT4)
 

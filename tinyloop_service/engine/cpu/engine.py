@@ -76,7 +76,12 @@ class CpuEngine:
         self._model = Model(
             weights, cache_mode, max_rows=MAX_ROWS + MAX_CHUNK, accuracy_level=accuracy_level, threads=in_use
         )
-        pool = PagePool(self._limits.num_pages, self._model.coding.fields)
+        try:
+            pool = PagePool(self._limits.num_pages, self._model.coding.fields)
+        except MemoryError:
+            raise InvalidArgument(
+                "kv_memory", f"{kv_memory} bytes given, more than this machine has to give; take less"
+            ) from None
         self._table = SequenceTable(weights.spec, pool, self._model.page_reader(), debug=debug)
         self._groups: dict[GroupKey, DecodeGroup] = {}
         self._seats: dict[SequenceId, DecodeGroup] = {}

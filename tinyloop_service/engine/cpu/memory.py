@@ -37,8 +37,12 @@ def _late_zeros(num_bytes: int) -> NDArray[np.uint8]:
 
     Of NumPy's, 2 MB are where the kernel has huge pages.  To make one takes 0.1 to 5 ms (a virtual machine may have to
     ask for the memory), and the first tokens of all layers write to many: for so long no row gets a token.
+    Raises MemoryError, as NumPy does.
     """
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):
+        raise MemoryError(f"unable to allocate {num_bytes} bytes") from None
     with suppress(AttributeError, OSError):  # a system that has no huge pages has no such advice either
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.uint8)
@@ -48,6 +52,7 @@ class PagePool:
     """`num_pages` pages; memory is committed as pages are first written."""
 
     def __init__(self, num_pages: int, fields: Sequence[Field]) -> None:
+        """Raises MemoryError."""
         sizes = [field.num_bytes * PAGE_TOKENS for field in fields]
         self._bytes: NDArray[np.uint8] = _late_zeros(num_pages * sum(sizes)).reshape(num_pages, -1)
         self._touched = np.zeros(num_pages, np.bool_)  # the others are zero still
