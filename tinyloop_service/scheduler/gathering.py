@@ -30,7 +30,7 @@ class Gathering:
     """`learn` from every plan that ran; `waits` once for every one that is made while rows decode."""
 
     def __init__(self, pace: Pace) -> None:
-        self._least, self._pace = pace.least, pace  # so that who has waited is in the next plan
+        self._least, self._pace = pace.least, pace  # as many as any plan may carry
         self._passes_ns: deque[float] = deque(maxlen=_NUM_PASSES)
         self._newest = 0  # of the sequences that were seen
         self._rate = 0.0  # of newcomers a plan, of late
