@@ -30,6 +30,9 @@ from tinyloop_service.rpc.prefix_service import PrefixService
 from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.settings import ServerSettings
 
+_OWN_FILES = 64  # some 20 while nobody calls, and the connections of the metrics port
+_FEWEST_CONNECTIONS = 4
+
 SERVICES = (
     READY_SERVICE,
     prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"].full_name,
@@ -80,10 +83,11 @@ def make_health_server(health: Health) -> grpc.aio.Server:
 
 
 def _most_connections(share: float) -> tuple[str, int]:
-    """A share of the files that this process may open: the rest is for health, metrics, names and snapshots, whoever
-    connects and stays."""
+    """A share of the files that this process may open, but for its own: metrics, names, snapshots, whoever connects and
+    stays."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return "grpc.max_allowed_incoming_connections", 2**20 if files == resource.RLIM_INFINITY else int(files * share)
+    most = 2**20 if files == resource.RLIM_INFINITY else max(_FEWEST_CONNECTIONS, int((files - _OWN_FILES) * share))
+    return "grpc.max_allowed_incoming_connections", most
 
 
 def listen(server: grpc.aio.Server, address: str, field: str, credentials: grpc.ServerCredentials | None = None) -> str:
