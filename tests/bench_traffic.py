@@ -1,7 +1,7 @@
-"""What a scheduler makes of an engine: requests of mixed lengths with prompts of their own, off one shared prefix.
+"""What a scheduler makes of an engine: requests of mixed lengths with prompts of their own, off shared prefixes.
 
-    python tests/bench_traffic.py [--engine auto] [--model 407m] [--prefix 1024] [--rates 100 300 500] [--workers 16 64]
-        [--seconds 3] [--requests 12] [--prompt 8 64] [--new-tokens 16 128] [--out FILE.json]
+    python tests/bench_traffic.py [--engine auto] [--model 407m] [--prefix 1024] [--prefixes 1] [--rates 100 300 500]
+        [--workers 16 64] [--seconds 3] [--requests 12] [--prompt 8 64] [--new-tokens 16 128] [--out FILE.json]
     on a CPU: --engine cpu --model PATH --rates 5 --workers 16 --requests 3
 
 open RATE      requests come at random moments, RATE a second for --seconds, whether others are done or not
@@ -39,7 +39,6 @@ from tinyloop_service.loading import build_engine
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import EngineKind, EngineSettings, SchedulerSettings
 
-PREFIX = "traffic"
 WARM_UP_S = 0.3
 
 
@@ -64,6 +63,7 @@ class Callers:
 
     service: InProcess
     vocab_size: int
+    num_prefixes: int
     prompt: tuple[int, int]
     new_tokens: tuple[int, int]
     lines: list[Timeline] = field(default_factory=list)
@@ -73,9 +73,9 @@ class Callers:
         tokens = tuple(rng.randrange(3, self.vocab_size) for _ in range(rng.randint(*self.prompt)))
         line = Timeline()
         self.lines.append(line)
-        await follow(
-            self.service, Ask(tokens, parameters(rng.randint(*self.new_tokens), ignore_eos=True), PREFIX), line
-        )
+        wanted = parameters(rng.randint(*self.new_tokens), ignore_eos=True)
+        prefix = _prefix_name(rng.randrange(self.num_prefixes) if self.num_prefixes > 1 else 0)
+        await follow(self.service, Ask(tokens, wanted, prefix), line)
 
     async def open(self, rate: float, seconds: float) -> None:
         rng, began, at = random.Random(7), time.perf_counter(), 0.0
@@ -108,6 +108,10 @@ class Callers:
         return Figures(traffic, num_tokens / took, len(self.lines) / took, _spread(ttft), _spread(token))
 
 
+def _prefix_name(nth: int) -> str:
+    return f"traffic-{nth}"
+
+
 def _spread(values: list[float]) -> tuple[float, float]:
     return median(values), sorted(values)[int(0.99 * (len(values) - 1))]
 
@@ -117,10 +121,11 @@ async def measure(engine: Engine, args: argparse.Namespace) -> list[Figures]:
     scheduler = Scheduler(engine, SchedulerSettings())
     await scheduler.start()
     try:
-        callers = Callers(
-            InProcess(scheduler), engine.limits.vocab_size, tuple(args.prompt), tuple(args.new_tokens)
-        )  # fmt: skip
-        await callers.service.create_prefix(PREFIX, prompt_tokens(engine.limits.vocab_size, args.prefix))
+        service, vocab_size = InProcess(scheduler), engine.limits.vocab_size
+        callers = Callers(service, vocab_size, args.prefixes, tuple(args.prompt), tuple(args.new_tokens))
+        for nth in range(args.prefixes):
+            tokens = prompt_tokens(vocab_size, args.prefix + nth)[nth:]  # each its own
+            await service.create_prefix(_prefix_name(nth), tokens)
         gc.collect()
         gc.freeze()  # as a server does when it is ready
         for rate in args.rates[:1]:
@@ -137,7 +142,8 @@ def main() -> None:
     parser.add_argument("--engine", type=EngineKind, default=EngineKind.AUTO, choices=list(EngineKind))
     parser.add_argument("--model", default="407m", help="a size of `tinyloop init`, demo, or a path")
     parser.add_argument("--kv-memory", type=int, default=8 << 30, help="bytes")
-    parser.add_argument("--prefix", type=int, default=1024, help="tokens")
+    parser.add_argument("--prefix", type=int, default=1024, help="tokens of each")
+    parser.add_argument("--prefixes", type=int, default=1, help="that requests are spread over")
     parser.add_argument("--rates", type=float, nargs="*", default=[100, 300, 500], help="requests a second")
     parser.add_argument("--workers", type=int, nargs="*", default=[16, 64])
     parser.add_argument("--seconds", type=float, default=3.0, help="that requests come, of each rate")
