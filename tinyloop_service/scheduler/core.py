@@ -6,8 +6,8 @@
 
 In: validated values and the time.  Out: plans for the engine, events for the loop.  It refuses to know asyncio,
 arrays, text and clocks.  The parts: `door` refuses, `prefixes` and `requests` own their states, `admission` decides
-who starts, `quotas` what a tenant may take, `catalog` and `adoption` change names, `batch` fills plans as `pace` says,
-`sequences` and `pages` account for memory.
+who starts, `quotas` what a tenant may take, `catalog` and `adoption` change names, `batch` fills plans as `pace` and
+`gathering` say, `sequences` and `pages` account for memory.
 
 Plans may be ahead of results: `plan` may be called while earlier plans run, and results are committed in the order
 of the plans.  After a plan failed, those behind it that were not submitted are given to `amend`, which says what to run
