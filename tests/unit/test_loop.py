@@ -10,6 +10,7 @@ import time
 import weakref
 
 import pytest
+import structlog
 from loop_harness import WIDE, collect, ids, is_settled, last, running, until
 from scheduler_driver import tokens
 
@@ -319,6 +320,17 @@ async def test_who_comes_late_to_a_drained_scheduler_hears_what_others_heard() -
         ):
             with pytest.raises(Draining):
                 call()
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_a_drain_without_grace_complains_of_what_it_leaves_and_of_nothing_else(is_busy: bool) -> None:
+    gate = threading.Event()
+    async with running(gate=gate) as scheduler:
+        if is_busy:
+            scheduler.generate(GenerationRequest((1,), 5))
+        with structlog.testing.capture_logs() as found:
+            await scheduler.drain(0.0)
+        assert [entry["event"] for entry in found] == ["drain ran out of time"] * is_busy
 
 
 async def test_drain_gives_up_after_its_grace() -> None:

@@ -77,7 +77,8 @@ class Scheduler:
         try:
             await asyncio.wait_for(self._cycle.drained.wait(), grace_s)
         except TimeoutError:
-            _log.warning("drain ran out of time", requests=self._delivery.num_streams)
+            if not self._core.is_idle:
+                _log.warning("drain ran out of time", requests=self._delivery.num_streams)
         else:
             if self.fault is None:
                 self._core.check()
