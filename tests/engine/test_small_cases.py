@@ -15,6 +15,7 @@ import pytest
 from driver import Driver, Held
 from engines import make_engine, weights_of
 
+from tinyloop_service.engine.api import MAX_STOP_TOKENS
 from tinyloop_service.engine.spec import ModelSpec, Quant
 from tinyloop_service.types import CacheMode, Sampling
 
@@ -100,7 +101,7 @@ def test_requests_end_by_themselves(driver: Driver) -> None:
         (3, 5, never): 5,  # with the last step of its first plan
         (3, 1, ()): 1,
         (0, None, (never[0], ids[0][2])): length_until(0, ids[0][2]),
-        (3, 8, (ids[3][5], never[1])): length_until(3, ids[3][5]),
+        (3, 8, (*never[:1] * (MAX_STOP_TOKENS - 1), ids[3][5])): length_until(3, ids[3][5]),
         (0, 8, (ids[0][0],)): 1,
         (0, None, never): 9,
     }
