@@ -2,7 +2,9 @@
 
     python tests/bench_traffic.py [--engine auto] [--model 407m] [--prefix 1024] [--prefixes 1] [--rates 100 300 500]
         [--workers 16 64] [--seconds 3] [--requests 12] [--prompt 8 64] [--new-tokens 16 128] [--out FILE.json]
-    on a CPU: --engine cpu --model PATH --rates 5 --workers 16 --requests 3
+    on a CPU: --engine cpu --model demo --rates 5 --workers 16 --requests 3
+
+The defaults are a GPU's, and take it half a minute.
 
 open RATE      requests come at random moments, RATE a second for --seconds, whether others are done or not
 closed N       N callers; each asks --requests times, one request after the other
@@ -18,6 +20,7 @@ import argparse
 import asyncio
 import gc
 import random
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
@@ -25,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from bench_report import print_table, versions, write_json
+from bench_report import milliseconds, print_table, versions, write_json
 
 from tinyloop_service.arguments import parameters
 from tinyloop_service.bench import describe_machine, prompt_tokens
@@ -35,6 +38,7 @@ from tinyloop_service.demo import MODEL_PATH
 from tinyloop_service.engine.api import Engine
 from tinyloop_service.engine.spec import SIZES
 from tinyloop_service.engine.weights import random_model, read_model
+from tinyloop_service.errors import TinyLoopError
 from tinyloop_service.loading import build_engine
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import EngineKind, EngineSettings, SchedulerSettings
@@ -53,8 +57,8 @@ class Figures:
     token_ms: tuple[float, float]
 
     def cells(self) -> list[str]:
-        spans = [f"{middle:.3g} ({most:.3g})" for middle, most in (self.ttft_ms, self.token_ms)]
-        return [self.traffic, f"{self.tokens_per_s:.0f}", f"{self.requests_per_s:.0f}", *spans]
+        spans = [f"{milliseconds(middle)} ({milliseconds(most)})" for middle, most in (self.ttft_ms, self.token_ms)]
+        return [self.traffic, f"{self.tokens_per_s:.0f}", f"{self.requests_per_s:.1f}", *spans]
 
 
 @dataclass(slots=True)
@@ -94,6 +98,7 @@ class Callers:
         await asyncio.gather(*map(one_after_the_other, range(workers)))
 
     async def measured(self, traffic: str, run: Callable[[], Awaitable[None]]) -> Figures:
+        print(f"{traffic} ...", file=sys.stderr, flush=True)
         self.lines.clear()
         began = time.perf_counter()
         await run()
@@ -139,31 +144,43 @@ async def measure(engine: Engine, args: argparse.Namespace) -> list[Figures]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", type=EngineKind, default=EngineKind.AUTO, choices=list(EngineKind))
-    parser.add_argument("--model", default="407m", help="a size of `tinyloop init`, demo, or a path")
-    parser.add_argument("--kv-memory", type=int, default=8 << 30, help="bytes")
-    parser.add_argument("--prefix", type=int, default=1024, help="tokens of each")
-    parser.add_argument("--prefixes", type=int, default=1, help="that requests are spread over")
-    parser.add_argument("--rates", type=float, nargs="*", default=[100, 300, 500], help="requests a second")
-    parser.add_argument("--workers", type=int, nargs="*", default=[16, 64])
-    parser.add_argument("--seconds", type=float, default=3.0, help="that requests come, of each rate")
-    parser.add_argument("--requests", type=int, default=12, help="of each worker")
-    parser.add_argument("--prompt", type=int, nargs=2, default=(8, 64), help="least and most tokens of a request's own")
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=(16, 128), help="least and most")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--engine", type=EngineKind, default=EngineKind.AUTO, choices=list(EngineKind), help="auto")
+    parser.add_argument("--model", default="407m", help="a size of `tinyloop init`, demo, or a path; 407m")
+    parser.add_argument("--kv-memory", type=int, default=8 << 30, help="bytes; 8 GiB")
+    parser.add_argument("--prefix", type=int, default=1024, help="tokens of each; 1024")
+    parser.add_argument("--prefixes", type=int, default=1, help="that requests are spread over; 1")
+    parser.add_argument(
+        "--rates", type=float, nargs="*", default=[100, 300, 500], help="requests a second; 100 300 500"
+    )
+    parser.add_argument("--workers", type=int, nargs="*", default=[16, 64], help="callers of each closed load; 16 64")
+    parser.add_argument("--seconds", type=float, default=3.0, help="that requests come, of each rate; 3")
+    parser.add_argument("--requests", type=int, default=12, help="of each caller; 12")
+    parser.add_argument(
+        "--prompt", type=int, nargs=2, default=(8, 64), help="least and most tokens of a request's own; 8 64"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, nargs=2, default=(16, 128), help="least and most of an answer; 16 128"
+    )
+    parser.add_argument("--out", type=Path, help="figures as JSON")
     args = parser.parse_args()
-    path = MODEL_PATH if args.model == "demo" else Path(args.model)
-    weights = random_model(SIZES[args.model], 0) if args.model in SIZES else read_model(path)
-    engine = build_engine(weights, EngineSettings(engine=args.engine, kv_memory=args.kv_memory))
+    if not (1 <= args.prompt[0] <= args.prompt[1] and 1 <= args.new_tokens[0] <= args.new_tokens[1]):
+        parser.error("--prompt and --new-tokens are the least and the most, from 1 on")
+    try:
+        path = MODEL_PATH if args.model == "demo" else Path(args.model)
+        weights = random_model(SIZES[args.model], 0) if args.model in SIZES else read_model(path)
+        engine = build_engine(weights, EngineSettings(engine=args.engine, kv_memory=args.kv_memory))
+    except (TinyLoopError, OSError) as error:
+        sys.exit(f"error: {error}")
     name = engine.name
     figures = asyncio.run(measure(engine, args))
     print_table(
-        f"{name} on {describe_machine()}: prefix {args.prefix}, prompts {args.prompt}, answers {args.new_tokens}",
+        f"{args.model}, {name} on {describe_machine()}: {args.prefixes} × {args.prefix} tokens shared, prompts of "
+        f"{args.prompt[0]} to {args.prompt[1]}, answers of {args.new_tokens[0]} to {args.new_tokens[1]}",
         ["traffic", "tokens/s", "requests/s", "TTFT, ms (p99)", "a token, ms (p99)"],
         [each.cells() for each in figures],
     )
     if args.out:
-        facts = {"machine": describe_machine(), "versions": versions()}
+        facts = {"machine": describe_machine(), "engine": name, "command": sys.argv[1:], "versions": versions()}
         write_json(args.out, {**facts, "traffic": [asdict(each) for each in figures]})
 
 
