@@ -133,8 +133,8 @@ async def measure(engine: Engine, args: argparse.Namespace) -> list[Figures]:
             await service.create_prefix(_prefix_name(nth), tokens)
         gc.collect()
         gc.freeze()  # as a server does when it is ready
-        for rate in args.rates[:1]:
-            await callers.open(rate, WARM_UP_S)
+        if args.rates:
+            await callers.open(args.rates[0], WARM_UP_S)
         runs = [(f"open {rate:g}", partial(callers.open, rate, args.seconds)) for rate in args.rates]
         runs += [(f"closed {n}", partial(callers.closed, n, args.requests)) for n in args.workers]
         return [await callers.measured(traffic, run) for traffic, run in runs]

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS
-from tinyloop_service.engine.cuda.batch import AttentionTables, TakesQuads, attention_tables
+from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, TakesQuads, attention_tables
 from tinyloop_service.engine.cuda.sequences import Sequence
 from tinyloop_service.kernels.page_layout import QUAD_PAGES
 
+# A split of one row, so that they sort: minus the tokens it shares with its source, the source's slot; slot, block;
+# the row, and which of the row's it is.
+Alone = tuple[int, int, int, int, int, int]
 _MOST_TABLES = 8
 
 
@@ -98,7 +101,7 @@ def tables_of_families(
     if not (any(quads) and takes_quads(len(rows), num_shared)):
         quads = [[]] * len(families)
     shared: list[tuple[bool, int, int, int, int]] = []  # not a quad; minus the entries, slot, block, first entry
-    alone: list[tuple[int, int, int, int, int, int]] = []  # minus the tokens copied, source, slot, block; its entry
+    alone: list[Alone] = []
     of_shared: list[tuple[list[int], int]] = []  # of each family that shares: its readers, how many splits
     row_items, num_entries = [0] * len(rows), 0
     for family, begins in zip(families, quads, strict=True):
@@ -123,21 +126,28 @@ def tables_of_families(
         (slot, block, at, 1, source, -minus_copied)
         for at, (minus_copied, source, slot, block, _, _) in enumerate(alone, num_entries)
     ]
-    entries = np.empty((num_entries + len(alone), 2), np.int32)
+    return AttentionTables(
+        np.array(items, np.int32).reshape(-1, 6),
+        _entries(of_shared, alone, num_entries),
+        np.array(row_items, np.int32),
+        sum(map(len, quads)),
+    )
+
+
+def _entries(of_shared: Rows[tuple[list[int], int]], alone: Rows[Alone], num_shared: int) -> Ints:
+    """(row, ordinal): of each family that shares split by split, `num_shared` in all; then of those alone."""
+    entries = np.empty((num_shared + len(alone), 2), np.int32)
     at = 0
     for readers, num_splits in of_shared:
         of_all = entries[at : at + num_splits * len(readers)].reshape(num_splits, len(readers), 2)
         of_all[:, :, 0], of_all[:, :, 1] = readers, np.arange(num_splits, dtype=np.int32)[:, None]
         at += num_splits * len(readers)
     entries[at:] = np.array([split[4:] for split in alone], np.int32).reshape(-1, 2)
-    num_quads = sum(map(len, quads))
-    return AttentionTables(
-        np.array(items, np.int32).reshape(-1, 6), entries, np.array(row_items, np.int32), num_quads
-    )  # fmt: skip
+    return entries
 
 
-def _own_splits(row: Sequence, reader: int, blocks: range, ordinal: int) -> list[tuple[int, int, int, int, int, int]]:
-    """Minus the tokens that a block shares with its source, the source's slot; slot, block; row, ordinal from there."""
+def _own_splits(row: Sequence, reader: int, blocks: range, ordinal: int) -> list[Alone]:
+    """Of a row's own blocks, numbered from `ordinal` on."""
     slot, copied_block = row.slot, row.start // PAGE_TOKENS
     splits = [(0, slot, slot, block, reader, nth) for nth, block in enumerate(blocks, ordinal)]
     if row.parent is not None and row.start % PAGE_TOKENS and copied_block in blocks:
