@@ -132,7 +132,7 @@ def takes_quads(device: Device, rows: int, pages: int, heads: int, num_kv_heads:
 
 
 def _quad_bytes(head_dim: int, int8: bool) -> int:
-    """Of shared memory: QuadShared of decode_quads.cuh."""
+    """Of shared memory: QuadShared of quad_pages.cuh."""
     levels = PAGE_TOKENS * head_dim
     if int8:  # halves and scales of a page, levels and scales of two
         return 4 * levels + 2 * (2 * levels + PAGE_TOKENS // 8 * 64) + 3 * 4 * PAGE_TOKENS
