@@ -35,6 +35,11 @@ callers: what was given, what was expected, the way out.  Standard library only.
 from __future__ import annotations
 
 
+def install(extra: str) -> str:
+    """The way out where an extra of pyproject.toml is missing: the end of a sentence, the same for all of them."""
+    return f"pip install 'tinyloop-service[{extra}]', in a checkout .venv/bin/pip install -e '.[{extra}]'"
+
+
 class TinyLoopError(Exception):
     """Base of every error the service raises on purpose."""
 

@@ -16,6 +16,7 @@ from command_harness import TIMEOUT_S, Done, clean_environment, tinyloop
 
 from tinyloop_service import plotting
 from tinyloop_service.cli import evaluate as command
+from tinyloop_service.errors import install
 from tinyloop_service.evaluate.rounding import ModelForward
 
 TEXT = "And God said, Let there be light: and there was light. — “Good.”\n" * 3
@@ -138,7 +139,7 @@ def test_a_plot_without_matplotlib_is_refused_before_any_work(
     monkeypatch.setattr(plotting, "can_plot", lambda: False)
     monkeypatch.setattr(command, "_read_models", lambda paths: pytest.fail("models were read"))
     done = tinyloop("evaluate", tiny, "--text", book, "--plot", tmp_path / "q.svg", status=2)
-    assert "--plot needs matplotlib: pip install 'tinyloop-service[plot]'" in done.err
+    assert f"--plot needs matplotlib: {install('plot')}" in done.err
 
 
 TALKATIVE = "from tinyloop_service.cli import main, output; output.QUIET_S = 0.01; main()"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from command_harness import ROOT, Done, Server, tinyloop
 
-from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.cli import load as command
+from tinyloop_service.errors import TinyLoopError, install
 from tinyloop_service.load.definitions import DEFINITIONS
 from tinyloop_service.load.driver import Job
 from tinyloop_service.load.fleet import Endpoint, Processes
@@ -141,6 +142,11 @@ def test_text_and_a_sweep_in_process(tiny: Path) -> None:
 )
 def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
     assert "Usage: tinyloop load" in tinyloop("load", *arguments, status=2).err
+
+
+def test_without_the_extra_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert f"load tests need hdrhistogram: {install('load')}" in tinyloop("load", status=2).err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +13,7 @@ from browser import open_page
 from load_example import example, phase, slowed
 
 from tinyloop_service import plotting
-from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.errors import InvalidArgument, install
 from tinyloop_service.load import report
 from tinyloop_service.load.definitions import DEFINITIONS
 from tinyloop_service.load.report.numbers import factors, load, number, percent, span
@@ -148,7 +149,7 @@ def test_nothing_completed_and_nothing_verified_is_not_good(tmp_path: Path) -> N
 
 def test_without_matplotlib_there_is_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)
-    with pytest.raises(InvalidArgument, match=r"pip install 'tinyloop-service\[plot\]'"):
+    with pytest.raises(InvalidArgument, match=re.escape(install("plot"))):
         report.write(example(), tmp_path / "never")
     assert not (tmp_path / "never").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import MISSING, Field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from tinyloop_service.cli.main import group
 from tinyloop_service.cli.options import SETTING_FLAGS, SETTING_SWITCHES
-from tinyloop_service.errors import BudgetExceeded, ModelFileError, TinyLoopError, Unavailable
+from tinyloop_service.errors import BudgetExceeded, ModelFileError, TinyLoopError, Unavailable, install
 from tinyloop_service.observe.exposition import FAMILIES, Counter, Distribution, Gauge
 from tinyloop_service.rpc.caller import Right
 from tinyloop_service.rpc.status import TABLE
@@ -111,6 +112,18 @@ def test_the_error_table_is_the_errors(error: type[TinyLoopError]) -> None:
     built_in = re.match(r"`(\w+)`", python)
     assert built_in
     assert issubclass(error, __builtins__[built_in[1]])  # type: ignore[index]
+
+
+def test_every_extra_is_told_in_one_wording() -> None:
+    """For who installs the package and for who has a checkout; and it is one that pyproject.toml has."""
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tinyloop_service").rglob("*.py")}
+    by_hand = [path.name for path, text in sources.items() if "pip install" in text]
+    assert by_hand == ["errors.py"]
+    asked_for = {extra for text in sources.values() for extra in re.findall(r"\binstall\(['\"](\w+)", text)}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {"load", "plot", "redis", "otel", "cuda13"} == asked_for <= extras.keys()
+    command, in_a_checkout = install("load,plot").split(", in a checkout ")
+    assert f"`{command}`, in a checkout `{in_a_checkout}`" in README
 
 
 def test_every_command_is_in_the_table() -> None:

@@ -14,6 +14,7 @@ import click
 
 from tinyloop_service.cli import output
 from tinyloop_service.cli.options import json_option
+from tinyloop_service.errors import install
 from tinyloop_service.types import CacheMode
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _check_outputs(save: Path | None, plot: Path | None) -> None:
     if plot is not None:
         _check_output("--plot", plot, FORMATS)
         if not can_plot():
-            raise click.UsageError("--plot needs matplotlib: pip install 'tinyloop-service[plot]'")
+            raise click.UsageError(f"--plot needs matplotlib: {install('plot')}")
 
 
 def _check_output(option: str, path: Path, endings: Sequence[str]) -> None:

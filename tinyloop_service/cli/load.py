@@ -18,6 +18,7 @@ from tinyloop_service.cli import output
 from tinyloop_service.cli.connection import Connection, client_options
 from tinyloop_service.cli.load_options import VERIFIED, asked, parse_change, parse_loads, parse_slo
 from tinyloop_service.cli.options import parse_duration
+from tinyloop_service.errors import install
 from tinyloop_service.load.results import Result
 
 
@@ -131,7 +132,7 @@ def load(server: Connection, json_path: Path | None, report_path: Path | None, *
       tinyloop load --in-process model.tinyloop --set prefix_len=512 --set output_len=[8,64]
     """
     if find_spec("hdrh") is None:
-        raise click.UsageError("load tests need hdrhistogram: pip install 'tinyloop-service[load]'")
+        raise click.UsageError(f"load tests need hdrhistogram: {install('load')}")
     test = asked(options, json_path, report_path)
     from tinyloop_service.cli import load_view
     from tinyloop_service.cli.load_run import run

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from tinyloop_service.cli.options import parse_duration
+from tinyloop_service.errors import install
 from tinyloop_service.load.results import Driving, Slo, Way
 from tinyloop_service.load.workload import Workload, read_workload
 from tinyloop_service.plotting import can_plot
@@ -91,7 +92,7 @@ def asked(options: dict[str, Any], json_path: Path | None, report_path: Path | N
     _check_options(options, json_path)
     _check_loads(driving, max(loads), options["warmup"] + options["duration"])
     if report_path is not None and not can_plot():
-        raise click.UsageError("--report needs matplotlib: pip install 'tinyloop-service[plot]'")
+        raise click.UsageError(f"--report needs matplotlib: {install('plot')}")
     return Asked(
         workload=read_workload(options["name"], dict(options["changes"])),
         driving=driving,

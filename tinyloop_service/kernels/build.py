@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyloop_service.errors import EngineFault
+from tinyloop_service.kernels.unavailable import INSTALL
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a wheel the sources lie inside the package, in a checkout beside it.
@@ -164,8 +165,7 @@ def _nvrtc() -> Any:
         nvrtc.nvrtcVersion()
     except Exception as error:  # a missing package or library; each version raises its own class
         raise KernelBuildError(
-            f"kernels cannot be compiled, NVRTC is not there ({type(error).__name__}): "
-            "pip install 'tinyloop-service[cuda13]' or 'tinyloop-service[cuda12]'"
+            f"kernels cannot be compiled, NVRTC is not there ({type(error).__name__}): {INSTALL}"
         ) from error
     return nvrtc
 

@@ -1,6 +1,8 @@
 """How it is said that no GPU can be had: for all who look for one, and all who ask."""
 
-INSTALL = "pip install 'tinyloop-service[cuda13]', or [cuda12] for a driver before 580"
+from tinyloop_service.errors import install
+
+INSTALL = f"{install('cuda13')}; for a driver before 580 [cuda12]"
 
 
 class DeviceUnavailable(Exception):

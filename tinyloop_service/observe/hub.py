@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.errors import InvalidArgument, install
 from tinyloop_service.observe.exposition import Snapshot
 from tinyloop_service.observe.logs import dropped_lines, log_build, log_call
 from tinyloop_service.observe.metrics import Metrics
@@ -93,8 +93,6 @@ def _traces(settings: ServerSettings, replica: str) -> Traces:
     try:
         from tinyloop_service.observe import traces  # its library is an extra
     except ImportError as error:
-        raise InvalidArgument(
-            "otlp_endpoint", f"given, but {error.name} is not installed; pip install 'tinyloop-service[otel]'"
-        ) from None
+        raise InvalidArgument("otlp_endpoint", f"given, but {error.name} is not installed: {install('otel')}") from None
     exporter = traces.otlp_exporter(settings.otlp_endpoint or "")
     return traces.Traces(exporter, share=settings.trace_share, replica=replica, version=_VERSION)

@@ -28,7 +28,7 @@ from typing import Any, Self, TypeVar
 
 import structlog
 
-from tinyloop_service.errors import InvalidArgument, RegistryUnavailable
+from tinyloop_service.errors import InvalidArgument, RegistryUnavailable, install
 from tinyloop_service.registry.api import Changes, Key, Realm
 from tinyloop_service.registry.record import decode, decode_all, encode
 from tinyloop_service.types import PrefixRecord
@@ -39,9 +39,7 @@ try:
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
 except ModuleNotFoundError:
-    raise InvalidArgument(
-        "registry", "redis:// needs the package redis: pip install 'tinyloop-service[redis]'"
-    ) from None
+    raise InvalidArgument("registry", f"redis:// needs the package redis: {install('redis')}") from None
 
 T = TypeVar("T")
 MAX_LOG = 10_000  # changes that are told one by one; who is further behind looks at all names

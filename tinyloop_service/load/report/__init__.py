@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.errors import InvalidArgument, install
 from tinyloop_service.load.results import Result
 from tinyloop_service.plotting import can_plot
 
@@ -25,7 +25,7 @@ def write(result: Result, directory: Path | str) -> Path:
     Raises InvalidArgument without matplotlib, which the extra `plot` brings, and OSError.
     """
     if not can_plot():
-        raise InvalidArgument("report", "needs matplotlib: pip install 'tinyloop-service[plot]'")
+        raise InvalidArgument("report", f"needs matplotlib: {install('plot')}")
     from tinyloop_service.load.report.page import render
 
     page = render(result)
