@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
+from command_harness import eventually
 from load_example import example, slowed
 from rich.console import Console
 
@@ -13,6 +15,7 @@ from tinyloop_service.cli import load_view, output
 from tinyloop_service.cli.load import _status
 from tinyloop_service.load.definitions import DEFINITIONS
 from tinyloop_service.load.results import ErrorCount, Result, Verification
+from tinyloop_service.load.run import Status
 
 
 def shown(result: Result, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -23,6 +26,19 @@ def shown(result: Result, capsys: pytest.CaptureFixture[str]) -> list[str]:
 def quiet() -> Result:
     """One phase without any trouble."""
     return replace(example(), phases=example().phases[:1], sweeps=(), verification=Verification(16, 16, ()))
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_time_of_a_phase_does_not_pass_its_length(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    text = StringIO()
+    monkeypatch.setattr(output, "err", Console(file=text, width=120, force_terminal=is_terminal, color_system=None))
+    monkeypatch.setattr(output, "QUIET_S", 0.01)
+    with load_view.watching("rag") as tell:
+        for elapsed_s, said in ((2, "2 of 4 s"), (5, "4 of 4 s, waiting for the last answers")):
+            monkeypatch.setattr(load_view, "time", SimpleNamespace(monotonic_ns=lambda now_s=elapsed_s: now_s * 10**9))
+            tell(Status("8 callers, shared", started_ns=0, length_s=4.0))
+            eventually(lambda said=said: said in text.getvalue())
+    assert "5 of 4" not in text.getvalue()
 
 
 def test_errors_come_first_by_code_and_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,13 +39,15 @@ def _one_line(status: Status) -> str:
         return status.doing
     counted = status.counted
     return (
-        f"{status.doing}, {_elapsed_s(status):.0f} of {status.length_s:.0f} s, {counted.sent} sent, "
-        f"{counted.completed} completed, {counted.failed} failed"
+        f"{status.doing}, {_time(status)}, {counted.sent} sent, {counted.completed} completed, {counted.failed} failed"
     )
 
 
-def _elapsed_s(status: Status) -> float:
-    return max(0.0, (time.monotonic_ns() - status.started_ns) / 1e9)
+def _time(status: Status) -> str:
+    """Of the phase; what it waits for once that is over."""
+    elapsed_s = max(0.0, (time.monotonic_ns() - status.started_ns) / 1e9)
+    rest = "" if elapsed_s <= status.length_s else ", waiting for the last answers"
+    return f"{min(elapsed_s, status.length_s):.0f} of {status.length_s:.0f} s{rest}"
 
 
 def _moving(workload: str, status: Status) -> Table:
@@ -53,9 +55,8 @@ def _moving(workload: str, status: Status) -> Table:
     table.add_row(Text(f"tinyloop load  {workload}", style="bold"), Text(status.doing))
     if not status.length_s:
         return table
-    counted, elapsed_s = status.counted, _elapsed_s(status)
-    rest = "" if elapsed_s <= status.length_s else ", waiting for the last answers"
-    table.add_row("time", f"{min(elapsed_s, status.length_s):.0f} of {status.length_s:.0f} s{rest}")
+    table.add_row("time", _time(status))
+    counted = status.counted
     failed = Text(f"{counted.failed} failed", style="bold red" if counted.failed else "")
     running = counted.sent - counted.completed - counted.failed - counted.hung_up
     requests = f"{counted.sent} sent, {running} running, {counted.completed} completed, {counted.hung_up} cancelled, "
