@@ -16,7 +16,7 @@ from tinyloop_service.engine.cpu import rows as rows_module
 from tinyloop_service.engine.cpu.attention import AttentionKernels
 from tinyloop_service.engine.cpu.engine import useful_threads
 from tinyloop_service.engine.cpu.rows import Fold, RowArrays, Step
-from tinyloop_service.engine.cpu.runtime import Array, Kernel, use_threads
+from tinyloop_service.engine.cpu.runtime import Array, Kernel
 from tinyloop_service.engine.cpu.selfcheck import check_attention, row_multiple
 from tinyloop_service.engine.spec import SIZES, Quant
 from tinyloop_service.engine.weights import read_model
@@ -58,11 +58,14 @@ def test_a_model_of_short_sequences_is_served_like_any_other() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_progress_names_the_threads() -> None:
+@pytest.mark.parametrize(("threads", "named"), [(1, "1 thread"), (2, "2 threads")])
+def test_progress_names_the_threads(monkeypatch: pytest.MonkeyPatch, threads: int, named: str) -> None:
     said: list[str] = []
-    threads = use_threads(2)  # or as many as the process has already
+    monkeypatch.setattr(
+        "tinyloop_service.engine.cpu.engine.use_threads", lambda asked: asked
+    )  # the process has its pool already
     CpuEngine(weights_of(SPEC), kv_memory=1 << 20, threads=threads, progress=said.append)
-    assert said == [f"compiling and checking kernels for {threads} threads"]
+    assert said == [f"compiling and checking kernels for {named}"]
 
 
 def test_a_failed_step_costs_only_its_own_sequences() -> None:

@@ -126,7 +126,7 @@ def measure_steps(direct: Direct, tokens: TokenIds, workload: Workload, progress
     num_plans = workload.new_tokens // at_once
     times: Samples = {}
     for count in sorted({1, *workload.rows}):
-        progress(f"decode steps of {count} rows")
+        progress(f"decode steps of {count} row{'s' * (count > 1)}")
         samples: list[float] = []
         while len(samples) <= workload.steps:
             rows = direct.open_rows(len(tokens), count, room=num_plans * at_once)

@@ -87,14 +87,14 @@ async def measure_rounds(
     for count in workload.rows:
         runs = []
         for index in range(warm_up + workload.rounds):
-            progress(f"SHARED, {count} requests, {index + 1} of {warm_up + workload.rounds}")
+            progress(f"SHARED, {count} request{'s' * (count > 1)}, {index + 1} of {warm_up + workload.rounds}")
             runs.append(await run_shared(service, PREFIX_NAME, tokens, [()] * count, greedy))
             await service.delete_prefix(PREFIX_NAME)
         shared[count] = runs[warm_up:]
     needed = min(max(workload.rows), workload.max_no_cache)
     no_cache = []
     for index in range(workload.no_cache_rounds):
-        progress(f"NO_CACHE, {needed} requests, {index + 1} of {workload.no_cache_rounds}")
+        progress(f"NO_CACHE, {needed} request{'s' * (needed > 1)}, {index + 1} of {workload.no_cache_rounds}")
         no_cache.append(await run_no_cache(service, [tokens] * needed, greedy))
     return Rounds(shared, no_cache)
 

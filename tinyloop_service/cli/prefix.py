@@ -241,7 +241,7 @@ def _show(shown: Prefix, as_json: bool) -> None:
         "parent": shown.parent,
         "pinned": "yes" if shown.pinned else "",
         "expires": output.human_time(shown.expire_time),
-        "used": f"{shown.use_count} times",
+        "used": f"{shown.use_count} time{'s' * (shown.use_count != 1)}",
         "built in": f"{shown.build_duration.total_seconds() * 1e3:.0f} ms",
         "uid": shown.uid,
     }

@@ -71,7 +71,7 @@ class CpuEngine:
         report = progress or (lambda _: None)
         in_use = use_threads(threads or useful_threads(weights.spec))
         reason = "" if threads in (None, in_use) else f"; {threads} asked for, but the process has its pool already"
-        report(f"compiling and checking kernels for {in_use} threads{reason}")
+        report(f"compiling and checking kernels for {in_use} thread{'s' * (in_use > 1)}{reason}")
         self._limits = _limits(weights, kv_memory, cache_mode, _snapshot_id(weights, accuracy_level))
         self._model = Model(
             weights, cache_mode, max_rows=MAX_ROWS + MAX_CHUNK, accuracy_level=accuracy_level, threads=in_use
