@@ -17,7 +17,7 @@ from tinyloop_service.load.driver import Job
 from tinyloop_service.load.fleet import Endpoint, Processes
 from tinyloop_service.load.prompts import Vocabulary
 from tinyloop_service.load.results import Driving, Result, Way
-from tinyloop_service.load.workload import parse_workload
+from tinyloop_service.load.workload import parse_workload, shipped
 
 PAGE = (ROOT / "docs/load-tests.md").read_text(encoding="utf-8")
 PRINTED_COMMANDS = [
@@ -152,14 +152,19 @@ def test_without_the_extra_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-w", "nonsense"], "neither a file nor one of"),
+        (["-w", "nonsense"], f"workload: 'nonsense' is neither a file nor one of {', '.join(shipped())}"),
+        (["-w", "missing.toml"], "workload: 'missing.toml' is neither a file nor one of"),
         (["--set", "prefixes=0"], "prefixes: is 0, expected an integer of at least 1 (workload rag)"),
         (["--set", "colour='red'"], "colour: is no key of a workload"),
-        (["--target", "127.0.0.1:1"], "tinyloop serve"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_run_is_one_line(arguments: list[str], said: str) -> None:
-    done = tinyloop("load", *arguments, status=1)
+def test_a_workload_that_is_none_is_wrong_usage(arguments: list[str], said: str) -> None:
+    done = tinyloop("load", *arguments, status=2)
+    assert "Usage: tinyloop load" in done.err and said in done.err
+
+
+def test_a_server_that_is_not_there_is_one_line() -> None:
+    done = tinyloop("load", "--target", "127.0.0.1:1", status=1)
     [line] = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert said in line
+    assert "tinyloop serve" in line

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from tinyloop_service.cli.options import parse_duration
-from tinyloop_service.errors import install
+from tinyloop_service.errors import InvalidArgument, install
 from tinyloop_service.load.results import Driving, Slo, Way
 from tinyloop_service.load.workload import Workload, read_workload
 from tinyloop_service.plotting import can_plot
@@ -87,14 +87,14 @@ class Asked:
 
 
 def asked(options: dict[str, Any], json_path: Path | None, report_path: Path | None) -> Asked:
-    """Of the command's options.  Raises click.UsageError, InvalidArgument, OSError."""
+    """Of the command's options.  Raises click.UsageError, OSError."""
     driving, loads = _loads(options["rate"], options["concurrency"], sweep=options["sweep"])
     _check_options(options, json_path)
     _check_loads(driving, max(loads), options["warmup"] + options["duration"])
     if report_path is not None and not can_plot():
         raise click.UsageError(f"--report needs matplotlib: {install('plot')}")
     return Asked(
-        workload=read_workload(options["name"], dict(options["changes"])),
+        workload=_workload(options["name"], dict(options["changes"])),
         driving=driving,
         loads=loads,
         search_phases=options["phases"] if options["sweep"] else 0,
@@ -107,6 +107,13 @@ def asked(options: dict[str, Any], json_path: Path | None, report_path: Path | N
         processes=options["processes"],
         model=options["in_process"],
     )
+
+
+def _workload(name: str, changes: dict[str, Any]) -> Workload:
+    try:
+        return read_workload(name, changes)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _loads(

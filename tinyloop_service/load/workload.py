@@ -112,7 +112,7 @@ def shipped() -> tuple[str, ...]:
 def read_workload(name_or_path: str, changes: Mapping[str, Any] | None = None) -> Workload:
     """The file of that name or path; `changes` replace its keys.  Raises InvalidArgument, OSError."""
     path = FOLDER / f"{name_or_path}.toml" if name_or_path in shipped() else Path(name_or_path)
-    if not path.exists() and path.suffix != ".toml":
+    if not path.exists():
         names = ", ".join(shipped())
         raise InvalidArgument("workload", f"{name_or_path!r} is neither a file nor one of {names}")
     try:
