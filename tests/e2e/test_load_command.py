@@ -144,6 +144,11 @@ def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
     assert "Usage: tinyloop load" in tinyloop("load", *arguments, status=2).err
 
 
+def test_the_help_says_that_the_two_loops_exclude_each_other() -> None:
+    told = " ".join(tinyloop("load", "--help").out.split())
+    assert "Excludes --concurrency." in told and "Excludes --rate." in told
+
+
 def test_without_the_extra_the_way_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert f"load tests need hdrhistogram: {install('load')}" in tinyloop("load", status=2).err

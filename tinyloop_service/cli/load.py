@@ -44,14 +44,14 @@ from tinyloop_service.load.results import Result
     "--rate",
     type=parse_loads,
     metavar="R[,R]...",
-    help="Open loop: so many requests a second, whether answers come or not.",
+    help="Open loop: so many requests a second, whether answers come or not.  Excludes --concurrency.",
 )
 @click.option(
     "--concurrency",
     "-c",
     type=parse_loads,
     metavar="C[,C]...",
-    help="Closed loop: so many callers, each waits for its answer.  [default: 8]",
+    help="Closed loop: so many callers, each waits for its answer.  Excludes --rate.  [default: 8]",
 )
 @click.option(
     "--sweep",
