@@ -93,8 +93,9 @@ def test_the_health_port_says_ready(server: Server) -> None:
 
 
 def test_a_taken_port_is_refused(server: Server, tiny: Path) -> None:
-    done = tinyloop("serve", "--model", tiny, "--listen", server.address, "--health-listen", "none", status=1)
-    assert "cannot listen" in done.err
+    command = ("serve", "--model", tiny, "--listen", server.address, "--health-listen", "none")
+    [line] = tinyloop_process(*command, status=1).err.splitlines()
+    assert line.startswith(f"error: listen: cannot listen on {server.address}: Address already in use")
 
 
 def test_a_create_without_a_server_is_one_line() -> None:

@@ -99,7 +99,7 @@ async def test_what_loading_raises_reaches_whoever_waits() -> None:
 
 async def test_an_address_that_is_taken_is_refused_by_its_setting(served: Served) -> None:
     app = App(Settings(server=replace(SERVER, listen=served.address)), lambda: LoadedModel(FakeEngine(), None, CONFIG))
-    with pytest.raises(InvalidArgument, match="another server") as caught:
+    with pytest.raises(InvalidArgument, match="already in use; choose another port") as caught:
         await app.start()
     assert caught.value.field == "listen"
 

@@ -6,6 +6,9 @@ Two servers on one event loop: the one that serves, and a small one for health a
 from __future__ import annotations
 
 import resource
+import socket
+from contextlib import suppress
+from typing import Any
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -32,6 +35,7 @@ from tinyloop_service.settings import ServerSettings
 
 _OWN_FILES = 64  # some 20 while nobody calls, and the connections of the metrics port
 _FEWEST_CONNECTIONS = 4
+_ANY_HOST = ("[::]", "0.0.0.0")  # gRPC takes either for both, and one if it cannot have the other
 
 SERVICES = (
     READY_SERVICE,
@@ -92,10 +96,39 @@ def _most_connections(share: float) -> tuple[str, int]:
 
 def listen(server: grpc.aio.Server, address: str, field: str, credentials: grpc.ServerCredentials | None = None) -> str:
     """Bind; returns the address with its real port.  Raises InvalidArgument naming the setting."""
+    is_unix = address.startswith("unix:")
     try:
+        if not is_unix:
+            _try_bind(address)
         port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+    except OSError as error:
+        raise InvalidArgument(
+            field, f"cannot listen on {address}: {error.strerror}; choose another port, or 0"
+        ) from None
     except RuntimeError:
-        port = 0
-    if port == 0:
-        raise InvalidArgument(field, f"cannot listen on {address}; is another server there? Choose another port, or 0")
-    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        raise InvalidArgument(field, f"cannot listen on {address}, for the reason that gRPC gave") from None
+    return address if is_unix else f"{address.rpartition(':')[0]}:{port}"
+
+
+def _try_bind(address: str) -> None:
+    """As gRPC will, which says why it cannot on standard error only, in a form of its own.
+
+    Raises OSError where not one of the places that the address stands for can be had.
+    """
+    host, _, port = address.rpartition(":")
+    names = _ANY_HOST if host in _ANY_HOST else (host,)
+    *others, last = [
+        (family, place)
+        for name in names
+        for family, _, _, _, place in socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    ]
+    for family, place in others:
+        with suppress(OSError):
+            return _bind(family, place)
+    _bind(*last)
+
+
+def _bind(family: int, place: Any) -> None:
+    with socket.socket(family) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: ended connections may linger
+        trial.bind(place)
