@@ -21,7 +21,6 @@ def test_a_prefix_from_create_to_delete(server: Server) -> None:
     created = server.run("prefix", "create", "life", "Once upon a time", "--ttl", "1h", "--json").json
     assert (created["id"], created["state"], created["token_count"], created["loops"]) == ("life", "ready", 16, 4)
     assert created["expire_time"]
-    assert server.run("prefix", "create", "life", "Once upon a time", "--json").json["uid"] == created["uid"]
 
     assert "life" in server.run("prefix", "list").out
     assert [p["id"] for p in server.run("prefix", "list", "--json").json] == ["life"]
@@ -37,6 +36,17 @@ def test_a_prefix_from_create_to_delete(server: Server) -> None:
     assert server.run("prefix", "list", "--json").json == []
     done = server.run("prefix", "get", "life", status=1)
     assert done.err.startswith("error: ")
+
+
+def test_a_prefix_that_was_there_already_is_said_to_be(server: Server) -> None:
+    create = ("prefix", "create", "again", "Once upon a time", "--json")
+    made = server.run(*create)
+    again = server.run(*create, "--ttl", "1h")
+    assert made.err == "" and again.err.startswith("again was there already, since 20")
+    assert again.json["uid"] == made.json["uid"] and again.json["expire_time"], "as asked now"
+    server.run("prefix", "delete", "again")
+    assert server.run(*create).err == "", "made anew"
+    server.run("prefix", "delete", "again")
 
 
 def test_other_content_under_a_name_is_refused(server: Server) -> None:

@@ -16,7 +16,7 @@ from tinyloop_service.cli.commands import Commands
 from tinyloop_service.cli.connection import Connection, client_options
 from tinyloop_service.cli.options import input_options, json_option, parse_duration, read_input
 from tinyloop_service.client import AsyncClient, Prefix
-from tinyloop_service.errors import TinyLoopError
+from tinyloop_service.errors import PrefixNotFound, TinyLoopError
 from tinyloop_service.types import PrefixState, TokenIds
 
 POLL_S = 0.5
@@ -69,8 +69,9 @@ def create(
 ) -> None:
     """Build a prefix from TEXT, a file or token ids, and keep it under NAME.
 
-    The same name with the same content is no work; with other content it is refused.  A suffix is tokenised
-    separately from its prefix: end the prefix where a token ends, before a space for most tokenizers.
+    The same name with the same content is no work, and said to be there already; with other content it is refused.  A
+    suffix is tokenised separately from its prefix: end the prefix where a token ends, before a space for most
+    tokenizers.
 
     \b
     Examples:
@@ -83,8 +84,9 @@ def create(
     if content is None:
         raise click.UsageError("nothing to build from; give TEXT, --file or --tokens")
 
-    async def run() -> Prefix:
+    async def run() -> tuple[Prefix | None, Prefix]:
         async with server.async_client() as client:
+            before = await _look_up(client, name)
             building = asyncio.create_task(
                 client.create_prefix(
                     name,
@@ -98,9 +100,20 @@ def create(
                 )
             )
             await _show_progress(client, name, building)
-            return await building
+            return before, await building
 
-    _show(asyncio.run(run()), as_json)
+    before, made = asyncio.run(run())
+    if before is not None and before.uid == made.uid:
+        since = output.human_time(made.create_time)
+        output.err.print(f"{name} was there already, since {since}; its expiry and pin are as asked now")
+    _show(made, as_json)
+
+
+async def _look_up(client: AsyncClient, name: str) -> Prefix | None:
+    try:
+        return await client.get_prefix(name)
+    except PrefixNotFound:
+        return None
 
 
 async def _show_progress(client: AsyncClient, name: str, building: asyncio.Task[Prefix]) -> None:
