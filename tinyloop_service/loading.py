@@ -58,7 +58,7 @@ def build_engine(
     except DeviceUnavailable as error:
         if settings.engine == EngineKind.CUDA:
             raise InvalidArgument("engine", f"cuda given, but {error}") from None
-        say(f"engine: cpu, because {error}")
+        say(f"engine: cpu, because {error.reason}")
         return _cpu_engine(weights, settings, say)
     why = "as asked for" if settings.engine == EngineKind.CUDA else "which is there and fits the model"
     say(f"engine: cuda on {device.name}, {why}")

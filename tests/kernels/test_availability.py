@@ -38,7 +38,7 @@ def fake_cupy(*, devices: int | None = 1, capability: tuple[int, int] = (9, 0)) 
 @pytest.mark.parametrize(
     ("cupy", "says"),
     [
-        (None, r"CuPy is not installed .*pip install 'tinyloop-service\[cuda13\]'"),
+        (None, r"CuPy is not installed, .*pip install 'tinyloop-service\[cuda13\]'"),
         (fake_cupy(devices=None), r"no CUDA device, or no driver for it \(cudaErrorInsufficientDriver\)"),
         (fake_cupy(devices=0), r"no CUDA device 0 \(CUDA finds 0\)"),
         (fake_cupy(capability=(7, 5)), r"NVIDIA Test has compute capability 7\.5, at least 8\.0 is needed"),

@@ -32,7 +32,7 @@ def weights() -> ModelWeights:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise DeviceUnavailable("there is no CUDA device")
+        raise DeviceUnavailable("there is no CUDA device", "(error 100): buy one")
 
     monkeypatch.setattr(cuda, "open_device", refuse)
 
@@ -53,7 +53,7 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu(weights: ModelWeights, no_gpu:
 def test_cuda_without_a_gpu_is_one_sentence(weights: ModelWeights, no_gpu: None) -> None:
     with pytest.raises(InvalidArgument) as caught:
         build_engine(weights, replace(SETTINGS, engine="cuda"))
-    assert str(caught.value) == "engine: cuda given, but there is no CUDA device"
+    assert str(caught.value) == "engine: cuda given, but there is no CUDA device (error 100): buy one"
 
 
 @pytest.mark.parametrize(("kind", "why"), [("auto", "which is there and fits the model"), ("cuda", "as asked for")])

@@ -43,7 +43,7 @@ def _import_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise DeviceUnavailable(f"CuPy is not installed ({error}): {INSTALL}") from None
+        raise DeviceUnavailable("CuPy is not installed, which a GPU needs", f"({error}): {INSTALL}") from None
     return cupy
 
 

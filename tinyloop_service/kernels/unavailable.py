@@ -6,4 +6,11 @@ INSTALL = f"{install('cuda13')}; for a driver before 580 [cuda12]"
 
 
 class DeviceUnavailable(Exception):
-    """Why not, and the way out; completes a sentence such as "cuda was asked for, but …"."""
+    """Why not; completes a sentence such as "cuda was asked for, but …".
+
+    `reason` is enough for who asked for no GPU; the whole, with `more`, also has the cause and the way out.
+    """
+
+    def __init__(self, reason: str, more: str = "") -> None:
+        super().__init__(f"{reason} {more}" if more else reason)
+        self.reason = reason
