@@ -19,6 +19,6 @@ def test_the_demo_shows_streams_and_a_table() -> None:
 def test_the_demo_for_scripts() -> None:
     report = tinyloop("demo", "--requests", "1", "--max-tokens", "4", "--json").json
     assert report["requests"] == 1
-    assert report["prefix_tokens"] >= 800
+    assert f"a prefix of {report['prefix_tokens']} tokens" in tinyloop("demo", "--help").out
     assert report["same_tokens"] is True
     assert report["speedup"] > 0

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinyloop_service import demo
 from tinyloop_service.demo import MODEL_PATH, PREFIX_TEXT, SUFFIXES
 from tinyloop_service.demo.corpus import (
     HELD_OUT_BOOKS,
@@ -74,9 +75,10 @@ def test_text_survives_the_tokenizer(tokenizer: Tokenizer, weights: ModelWeights
         assert b"".join(tokenizer.token_bytes(i) for i in ids[1:]).decode() == text
 
 
-def test_the_prefix_is_long_enough_and_every_suffix_fits(tokenizer: Tokenizer, weights: ModelWeights) -> None:
+def test_the_prefix_is_as_long_as_is_said_and_every_suffix_fits(tokenizer: Tokenizer, weights: ModelWeights) -> None:
     length = len(tokenizer.encode(PREFIX_TEXT, bos=True))
-    assert length >= 800
+    assert f"a passage of {length} tokens" in (demo.__doc__ or "")
+    assert f"({length} tokens)" in MODEL_PATH.with_name("MODEL_CARD.md").read_text(encoding="utf-8")
     assert len(set(SUFFIXES)) == 10
     longest = max(len(tokenizer.encode(suffix, bos=False)) for suffix in SUFFIXES)
     assert length + longest + 256 <= weights.spec.max_seq_len

@@ -5,7 +5,7 @@
     generate  model  top  load                    requests to a running server, what it is doing, and how much it can
     token new|hash|check                          who may call: tokens, and files of them
     init  inspect  bench                          model files, no server needed
-    demo                                          all of it in a minute
+    demo                                          all of it in ten seconds
 
 Results go to standard output (`--json` for scripts), progress and errors to standard error.
 Exit status: 0 done, 1 refused or failed (one line says why and what to do), 2 wrong usage, 130 Ctrl-C,

@@ -22,7 +22,7 @@ from tinyloop_service.load.remote import Remote
 @click.option("--max-tokens", type=click.IntRange(2, 256), default=32, show_default=True, help="New tokens of each.")
 @json_option
 def demo(requests: int, max_tokens: int, as_json: bool) -> None:
-    """Show it: a server, a prefix of over 800 tokens, ten requests at once, and what sharing saved on this machine.
+    """Show it: a server, a prefix of 1117 tokens, ten requests at once, and what sharing saved on this machine.
 
     Everything runs on loopback and is gone afterwards.
 

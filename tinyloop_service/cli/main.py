@@ -48,7 +48,7 @@ def group() -> None:
       tinyloop prefix create genesis "In the beginning God created the heaven and the earth."
       tinyloop generate --prefix genesis " And God said"
 
-    Or all of it in a minute: tinyloop demo
+    Or all of it in ten seconds: tinyloop demo
     """
 
 

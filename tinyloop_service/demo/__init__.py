@@ -1,6 +1,6 @@
 """The model that ships with TinyLoop: small, trained on public-domain English, good for a demonstration.
 
-    MODEL_PATH   the .tinyloop file                      PREFIX_TEXT   a passage of over 800 tokens, none of which
+    MODEL_PATH   the .tinyloop file                      PREFIX_TEXT   a passage of 1117 tokens, none of which
     SUFFIXES     ten ways to go on from its end                        the model was trained on
 
 How it was made is in `train.py`, what it can and cannot do in MODEL_CARD.md.  This package imports no torch; the
