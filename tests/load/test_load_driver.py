@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import cast
 
 import pytest
 from load_harness import Around, drive, fake, job_of, prompts_of, with_prefixes
 
-from tinyloop_service.bench.service import Ask, Outputs, Service
+from tinyloop_service.bench.service import Answering, Ask, Outputs, Service
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.errors import PrefixNotFound
 from tinyloop_service.load import watch
@@ -113,13 +113,14 @@ class Forgetful(Around):
         super().__init__(service)
         self._asked: set[int] = set()
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Outputs, None]:
+    @asynccontextmanager
+    async def ask(self, ask: Ask) -> AsyncIterator[AsyncIterator[Outputs]]:
         if (seed := ask.parameters.sampling.seed) not in self._asked and ask.prefix is not None:
             self._asked.add(seed)
             with suppress(PrefixNotFound):
                 await self.delete_prefix(ask.prefix)
-        async for outputs in self.service.ask(ask):
-            yield outputs
+        async with self.service.ask(ask) as pieces:
+            yield pieces
 
 
 async def test_prefixes_that_end_all_the_time_are_made_all_the_time() -> None:
@@ -166,10 +167,9 @@ async def test_processes_share_a_schedule_without_talking() -> None:
 class Blocking(Around):
     """Keeps the event loop to itself."""
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Outputs, None]:
-        time.sleep(0.1)  # noqa: ASYNC251  # the fault itself
-        async for outputs in self.service.ask(ask):
-            yield outputs
+    def ask(self, ask: Ask) -> Answering:
+        time.sleep(0.1)
+        return self.service.ask(ask)
 
 
 async def test_a_loop_that_was_blocked_was_late_at_every_tick_it_slept_through() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from load_harness import VOCABULARY, Around, fake, plan_of, prompts_of
 
-from tinyloop_service.bench.service import Ask, Outputs
+from tinyloop_service.bench.service import Answering, Ask
 from tinyloop_service.engine.api import Open
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.errors import InvalidArgument, Unavailable
@@ -76,7 +75,7 @@ async def test_a_server_that_is_gone_before_the_second_look_takes_no_figures_alo
         gone |= status.doing.startswith("asking again, 2")
 
     class Vanishing(Around):
-        def ask(self, ask: Ask) -> AsyncGenerator[Outputs, None]:
+        def ask(self, ask: Ask) -> Answering:
             if gone:
                 raise Unavailable("it is gone")
             return self.service.ask(ask)

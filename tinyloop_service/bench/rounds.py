@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -46,7 +45,7 @@ async def follow(
     """
     timeline.sent_ns = time.monotonic_ns()
     try:
-        async with aclosing(service.ask(ask)) as pieces:
+        async with service.ask(ask) as pieces:
             async for outputs in pieces:
                 now_ns = time.monotonic_ns()
                 for output in outputs:
@@ -155,10 +154,10 @@ async def run_shared(
     show: ShowPiece | None = None,
 ) -> Run:
     """The prefix stays, under `name`.  `show`: wants every piece of text."""
+    asks = _asks(suffixes, parameters, name, want_text=show is not None)
     began = time.monotonic_ns()
     prefix_bytes = await service.create_prefix(name, prefix, loops=parameters.loops)
     build_ms = _since(began)
-    asks = [Ask(suffix, parameters, name, want_text=show is not None) for suffix in suffixes]
     answers = await asyncio.gather(*(_answer(service, ask, index, show) for index, ask in enumerate(asks)))
     return Run(tuple(answers), _since(began), build_ms, prefix_bytes)
 
@@ -168,20 +167,27 @@ async def run_no_cache(
 ) -> Run:
     """One request after the other.  To be compared with `run_shared`, which tokenises in two pieces, give ids."""
     answers: list[Answer] = []
+    asks = _asks(prompts, parameters)
     began = time.monotonic_ns()
-    for index, prompt in enumerate(prompts):
-        answers.append(await _answer(service, Ask(prompt, parameters), index, None))
+    for index, ask in enumerate(asks):
+        answers.append(await _answer(service, ask, index, None))
         if count is not None:
             count(index + 1)
     return Run(tuple(answers), _since(began))
 
 
+def _asks(
+    contents: Sequence[Content], parameters: Parameters, prefix: str | None = None, *, want_text: bool = False
+) -> list[Ask]:
+    """The seed of each is its index: so both ways must give the same tokens."""
+    seeds = (replace(parameters.sampling, seed=index) for index in range(len(contents)))
+    seeded = (replace(parameters, sampling=sampling) for sampling in seeds)
+    return [Ask(content, each, prefix, want_text) for content, each in zip(contents, seeded, strict=True)]
+
+
 async def _answer(service: Service, ask: Ask, index: int, show: ShowPiece | None) -> Answer:
-    """Of one request, whose seed is its index: so both ways must give the same tokens."""
-    sampling = replace(ask.parameters.sampling, seed=index)
-    seeded = replace(ask, parameters=replace(ask.parameters, sampling=sampling))
     timeline = Timeline()
-    await follow(service, seeded, timeline, None if show is None else lambda text: show(index, text))
+    await follow(service, ask, timeline, None if show is None else lambda text: show(index, text))
     first_ns = timeline.arrivals[0][0] if timeline.arrivals else timeline.end_ns
     return Answer(
         tuple(timeline.token_ids),

@@ -6,17 +6,20 @@ a server is in `load/remote.py`; what measures knows neither.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from tinyloop_service.arguments import Parameters
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.scheduler.loop import Scheduler
-from tinyloop_service.types import GenerationRequest, Load, Output, PrefixDefinition, TokenIds
+from tinyloop_service.scheduler.stream import Stream
+from tinyloop_service.types import Load, Output, PrefixDefinition, TokenIds
 
 Content = str | TokenIds
 Outputs = tuple[Output, ...]  # what came at the same time
+Answering = AbstractAsyncContextManager[AsyncIterator[Outputs]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class Service(Protocol):
 
     async def delete_prefix(self, name: str) -> None: ...
 
-    def ask(self, ask: Ask) -> AsyncGenerator[Outputs, None]:
-        """Closing it (`aclose`) cancels the request."""
+    def ask(self, ask: Ask) -> Answering:
+        """Leaving the context cancels the request."""
 
     async def load(self) -> Load: ...
 
@@ -62,22 +65,9 @@ class InProcess:
     async def delete_prefix(self, name: str) -> None:
         self._scheduler.delete_prefix(name)
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Outputs, None]:
-        parameters = ask.parameters
-        request = GenerationRequest(
-            tokens=self._ids(ask.content, bos=ask.prefix is None),
-            max_tokens=parameters.max_tokens,
-            prefix=ask.prefix,
-            loops=parameters.loops,
-            cache_window=parameters.cache_window,
-            sampling=parameters.sampling,
-            stops=parameters.stops,
-            n=parameters.n,
-            want_text=ask.want_text,
-        )
-        async with self._scheduler.generate(request) as stream:
-            async for outputs in stream:
-                yield outputs
+    def ask(self, ask: Ask) -> Stream:
+        tokens = self._ids(ask.content, bos=ask.prefix is None)
+        return self._scheduler.generate(ask.parameters.request(tokens, prefix=ask.prefix, want_text=ask.want_text))
 
     async def load(self) -> Load:
         return self._scheduler.load()

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from tinyloop_service.bench.service import Ask, Content, Outputs
+from tinyloop_service.bench.service import Answering, Ask, Content, Outputs
 from tinyloop_service.client import ModelInfo, Tls, calls, wire
 from tinyloop_service.client.calls import Call
 from tinyloop_service.client.transports import AsyncTransport
@@ -43,12 +43,8 @@ class Remote:
     async def delete_prefix(self, name: str) -> None:
         await self._transport.run(calls.delete_prefix(name))
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Outputs, None]:
-        request = wire.write_generate(ask.prefix, ask.content, ask.parameters, omit_text=not ask.want_text, packed=True)
-        call = Call("GenerationService", "Generate", request, ask.prefix)
-        async with aclosing(self._transport.stream(call)) as messages:
-            async for message in messages:
-                yield tuple(wire.read_outputs(message))
+    def ask(self, ask: Ask) -> Answering:
+        return aclosing(self._outputs(ask))
 
     async def load(self) -> Load:
         return await self._transport.run(calls.load())
@@ -69,3 +65,10 @@ class Remote:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _outputs(self, ask: Ask) -> AsyncGenerator[Outputs, None]:
+        request = wire.write_generate(ask.prefix, ask.content, ask.parameters, omit_text=not ask.want_text, packed=True)
+        call = Call("GenerationService", "Generate", request, ask.prefix)
+        async with aclosing(self._transport.stream(call)) as messages:
+            async for message in messages:
+                yield tuple(wire.read_outputs(message))
