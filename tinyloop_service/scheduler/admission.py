@@ -220,10 +220,10 @@ class Admission:
 
     def _make_room(self, pages: int, slots: int, order: int, keep: list[Prefix], draft: Draft) -> bool:
         """See that `pages` are free and `slots` more prefixes may be in memory; nothing is dropped if that fails."""
-        in_memory = list(self._prefixes.in_memory.values())
-        surplus = len(in_memory) + slots - self._settings.max_prefixes
+        surplus = len(self._prefixes.in_memory) + slots - self._settings.max_prefixes
         if pages <= self._pool.free and (not slots or surplus <= 0):
             return True
+        in_memory = list(self._prefixes.in_memory.values())
         ready = [prefix for prefix in in_memory if prefix.state is PrefixState.READY]
         idle = [prefix for prefix in ready if prefix.active and not prefix.users and prefix not in keep]
         victims = self._victims(in_memory, order, keep)
@@ -288,6 +288,8 @@ class Admission:
             )
 
     def check_request_possible(self, request: Request) -> None:
+        if not self._prefixes.pinned and self._has_room(request):
+            return
         chain = request.prefix.chain() if request.prefix is not None else []
         self.check_possible(request.spec.tenant, chain, [], request.num_pages)
 
