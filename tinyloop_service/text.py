@@ -266,7 +266,7 @@ class OutputFilter:
             return Piece(first_index=self.num_ids)
         self._is_over = True
         tail = self._decoder.finish() if self._decoder else ""
-        return self._show(len(self._held), self._text + tail)
+        return self._show(len(self._held), self._text + tail) if self.can_stop else self._piece((), (), tail)
 
     def _take(self, token: int, logprob: TokenLogprob | None) -> tuple[int, str] | None:
         """Hold a token; if a stop ends with it, how many held tokens and what held text stay."""

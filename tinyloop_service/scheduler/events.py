@@ -1,4 +1,7 @@
-"""What the core tells the loop: values only, in the order in which they happened."""
+"""What the core tells the loop: values only, in the order in which they happened.
+
+Those that are many are tuples: a frozen dataclass takes twice as long to make.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from tinyloop_service.errors import TinyLoopError
 from tinyloop_service.types import FinishReason, TokenIds, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(NamedTuple):  # one for each request
     """Its pages are reserved.  `build_*_ns`: when its prefix was built, if that was not before it arrived; else 0."""
 
     request: int
@@ -21,7 +23,7 @@ class Admitted:
     build_end_ns: int = 0
 
 
-class Sampled(NamedTuple):  # one for each row of each plan: a frozen dataclass takes twice as long to make
+class Sampled(NamedTuple):  # one for each row of each plan
     """New tokens of one choice, EOS cut off; `reason` ends it."""
 
     request: int

@@ -114,11 +114,10 @@ class PagePool:
         assert self.free + promised <= len(self._free_ids), "more pages promised than there are"
 
     def _put_back(self, owner: Owner, pages: Iterable[int]) -> int:
-        held, count = self._held.get(owner, set()), 0
-        for page in pages:
-            assert page in held, f"page {page} is not owner {owner}'s to give back"
-            held.remove(page)
-            self._free_ids.append(page)
-            self._returned.append(page)
-            count += 1
-        return count
+        held, pages = self._held.get(owner, set()), tuple(pages)
+        left = len(held) - len(pages)
+        held.difference_update(pages)
+        assert len(held) == left, f"some of the pages {pages} are not owner {owner}'s to give back"
+        self._free_ids.extend(pages)
+        self._returned.extend(pages)
+        return len(pages)
