@@ -6,7 +6,7 @@ own page counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engines import ReadableEngine
 
@@ -92,7 +92,7 @@ class Driver:
         told = held.tokens if sampling and sampling.repetition_penalty != 1 else ()
         end = None if max_tokens is None else len(held.tokens) + max_tokens - 1
         opened = Open(held.id, parent.id if parent else None, start, loops, window, sampling, told)
-        self._open.append(replace(opened, end=end, stop_tokens=stop_tokens))
+        self._open.append(opened._replace(end=end, stop_tokens=stop_tokens))
         held.end = end
         return held
 

@@ -42,7 +42,7 @@ class Engine(FakeEngine):
         self._num_stops = num_stops
 
     def _open(self, opened: Open) -> None:
-        super()._open(dataclasses.replace(opened, stop_tokens=opened.stop_tokens[: self._num_stops]))
+        super()._open(opened._replace(stop_tokens=opened.stop_tokens[: self._num_stops]))
 
 
 def some_request(random: Random) -> GenerationRequest:

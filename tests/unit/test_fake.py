@@ -76,7 +76,7 @@ def test_a_row_ends_by_itself(by: str, num_tokens: int) -> None:
     ends = {"end": {"end": 71 + num_tokens}, "stop_tokens": {"stop_tokens": (wanted[num_tokens - 1],)}}[by]
     engine, plan = ready(row=False), row_plan()
     results = [
-        engine.step(replace(plan, open=(replace(plan.open[0], **ends),))),
+        engine.step(replace(plan, open=(plan.open[0]._replace(**ends),))),
         *(engine.step(Plan(number, decode=(2,), num_steps=4)) for number in (3, 4)),
     ]
     assert sampled(*results) == wanted[:num_tokens]

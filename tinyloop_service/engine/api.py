@@ -85,8 +85,7 @@ class Limits:
         return pages * self.pages_per_active or -(-pages * self.active_page_bytes // self.page_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+class Open(NamedTuple):  # one for each row, as are Extend and RowOutput, and quickly made
     """A new sequence.  `sampling` None: a prefix; its last prefill keeps the logits of its last token.
 
     A request *ends* by itself, in the middle of a plan if need be: with the token drawn for position `end`, or with the
@@ -110,8 +109,7 @@ class Open:
         return self.start // PAGE_TOKENS if self.first_block is None else self.first_block
 
 
-@dataclass(frozen=True, slots=True)
-class Extend:
+class Extend(NamedTuple):
     """Blocks appended to the sequence's own table.  Their pages are zeroed as they are taken, but
     for those that a prefill of the same plan may fill."""
 
@@ -199,7 +197,7 @@ class Plan:
         return named | {p.seq for p in self.prefill} | {*self.first, *self.decode, *self.activate}
 
 
-class RowOutput(NamedTuple):  # as many as rows in a plan, and quickly made
+class RowOutput(NamedTuple):
     """Tokens sampled for one sequence, in order; logprobs are parallel to tokens or empty."""
 
     seq: SequenceId

@@ -46,8 +46,7 @@ class Draft:
         first = sequence.first_block if sequence.first_block > extent.start // PAGE_TOKENS else None
         place = (sequence.id, parent_id, extent.start, extent.loops, extent.window)
         if drawing is not None:
-            draws = (drawing.sampling, drawing.prompt, first, extent.end, drawing.stop_tokens)
-            self._open.append(Open(*place, *draws))
+            self._open.append(Open(*place, drawing.sampling, drawing.prompt, first, extent.end, drawing.stop_tokens))
             return
         self._open.append(Open(*place, None, first_block=first))
         if self._pool.active(sequence.id):

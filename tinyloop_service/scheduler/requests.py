@@ -148,15 +148,15 @@ class Requests:
         row = self._rows.get(output.seq)
         if row is None:
             return
-        request, tokens, reason = row.request, output.tokens, None
+        request, tokens, logprobs, reason = row.request, output.tokens, output.logprobs, None
         if self._eos and not request.spec.stops.ignore_eos and not self._eos.isdisjoint(tokens):
             tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self._eos)]
+            logprobs = logprobs[: len(tokens)]
             reason = FinishReason.EOS
         row.num_emitted += len(tokens)
         self._counters[request.spec.tenant].generated += len(tokens)
         if reason is None and row.num_emitted >= request.spec.max_tokens:
             reason = FinishReason.LENGTH
-        logprobs = output.logprobs[: len(tokens)]
         self._events.append(Sampled(request.order, row.index, tokens, logprobs, reason, now_ns))
         if reason is not None:
             self._end_row(row)

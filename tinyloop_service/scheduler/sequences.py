@@ -14,6 +14,7 @@ The reservation is made once, for the most blocks that can be live at a time, so
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tinyloop_service.engine.api import PAGE_TOKENS, Block, Drop, Limits, Plan, SequenceId
 from tinyloop_service.scheduler.pages import PagePool
@@ -116,8 +117,7 @@ class Sequence:
         return Drop(self.id, first)
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
+class Drawing(NamedTuple):  # one for each row
     """What the engine is told of how a request's sequence draws tokens."""
 
     sampling: Sampling
