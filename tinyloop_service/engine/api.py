@@ -78,7 +78,7 @@ class Limits:
 
     def active_pages(self, start: int, end: int, loops: int) -> int:
         """Pages of budget that the active form of positions start … end−1 occupies, rounded out to splits."""
-        if not self.has_active_form:
+        if not self.active_page_bytes:
             return 0
         splits = -(-end // self.split_tokens) - start // self.split_tokens if end > start else 0
         pages = splits * (self.split_tokens // PAGE_TOKENS) * self.cache_layers(loops)

@@ -208,6 +208,8 @@ class Admission:
         return bool(ahead) and ahead + num_tokens > self._limits.max_chunk
 
     def _inactive_pages(self, chain: Iterable[Prefix]) -> int:
+        if not self._limits.has_active_form:
+            return 0
         return sum(prefix.recipe.extent.active_pages(self._limits) for prefix in chain if not prefix.active)
 
     def _activate(self, chain: Iterable[Prefix], draft: Draft) -> None:
