@@ -145,10 +145,11 @@ class Requests:
 
     def sampled(self, output: RowOutput, now_ns: int) -> None:
         """Tokens of one row; those of a row that is DONE are dropped, and those from EOS on."""
-        row = self._rows.get(output.seq)
+        seq, tokens, logprobs = output
+        row = self._rows.get(seq)
         if row is None:
             return
-        request, tokens, logprobs, reason = row.request, output.tokens, output.logprobs, None
+        request, reason = row.request, None
         if self._eos and not request.spec.stops.ignore_eos and not self._eos.isdisjoint(tokens):
             tokens = tokens[: next(i for i, token in enumerate(tokens) if token in self._eos)]
             logprobs = logprobs[: len(tokens)]

@@ -147,22 +147,23 @@ class Stream:
 
         Tokens that come less than `interval_ns` after others were shown are held, but for the first and the last.
         """
-        choice = self._choices[event.choice]
+        _, index, tokens, logprobs, ended, time_ns = event
+        choice = self._choices[index]
         if choice.is_over:
             return False
-        choice.first_ns = choice.first_ns or event.time_ns
-        if event.tokens:
-            self._observe(choice, len(event.tokens), event.time_ns)
-        has_more = choice.feed(event.tokens, event.logprobs)
-        reason = FinishReason.STOP if choice.filter.stopped else event.reason
+        choice.first_ns = choice.first_ns or time_ns
+        if tokens:
+            self._observe(choice, len(tokens), time_ns)
+        has_more = choice.feed(tokens, logprobs)
+        reason = FinishReason.STOP if choice.filter.stopped else ended
         if reason is not None:
-            self._complete(choice, reason, event.time_ns)
-        if reason is not None or (has_more and event.time_ns >= self._due_ns):
-            self._due_ns = event.time_ns + interval_ns
+            self._complete(choice, reason, time_ns)
+        if reason is not None or (has_more and time_ns >= self._due_ns):
+            self._due_ns = time_ns + interval_ns
             self._wake()
         elif has_more:
             self.is_held = True
-        return reason is not None and event.reason is None
+        return reason is not None and ended is None
 
     def show(self, interval_ns: int) -> None:
         """What is held waits no longer, if anything was shown long enough ago."""
