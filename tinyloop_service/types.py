@@ -1,6 +1,7 @@
 """The values that cross layers: frozen, plain, standard library only.
 
 Token ids are tuples of int.  Times are nanoseconds: `*_time_ns` since the Unix epoch, `*_ns` durations.
+What a request's messages are made of are named tuples, which take half the time of a frozen dataclass to make.
 What is validated where: `rpc/convert.py` and `model.py` check what a caller wrote (types, bounds, text);
 the scheduler checks what depends on the server's state (names, loops, memory).
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 TokenIds = tuple[int, ...]
 
@@ -181,8 +183,7 @@ class Timings:
     total_ns: int  # arrival → completion
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(NamedTuple):
     """Admitted: the pages are reserved."""
 
     cached_tokens: int
@@ -191,8 +192,7 @@ class Started:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """New output of one choice; may flush text with no new id."""
 
     choice: int
@@ -202,8 +202,7 @@ class Delta:
     first_index: int  # index of token_ids[0] in the choice's output
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(NamedTuple):
     choice: int
     finish_reason: FinishReason
     usage: Usage
