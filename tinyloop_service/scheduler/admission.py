@@ -186,7 +186,7 @@ class Admission:
     def _start_build(self, order: int, prefix: Prefix, ancestors: list[Prefix], draft: Draft, now_ns: int) -> Turn:
         assert prefix.state is not PrefixState.FAILED, "somebody waits for a prefix that failed"
         extent = prefix.recipe.extent
-        pages = extent.peak_pages(self._limits) + extent.active_pages(self._limits) + self._inactive_pages(ancestors)
+        pages = extent.most_pages(self._limits) + self._inactive_pages(ancestors)
         state = self._prefixes.snapshots.state_for(prefix)
         if state is None and pages > self._pool.free and self._would_share(extent.end - extent.start):
             return Turn.YIELDS
@@ -290,7 +290,7 @@ class Admission:
             )
 
     def check_request_possible(self, request: Request) -> None:
-        if not self._prefixes.pinned and self._has_room(request):
+        if not self._prefixes.pinned and self._has_room(request):  # of pins to come `take_impossible` hears
             return
         chain = request.prefix.chain() if request.prefix is not None else []
         self.check_possible(request.spec.tenant, chain, [], request.num_pages)

@@ -57,13 +57,18 @@ class Request:
     trunk: Sequence | None = None
     rows: list[Row] = field(default_factory=list)
     cached_tokens: int = 0  # prompt tokens not computed on its behalf; lowered when a prefix is built for it
-    extents: list[Extent] = field(init=False)  # what it needs: the trunk if there is one, then n rows
+    trunk_extent: Extent | None = field(init=False)
+    row_extent: Extent = field(init=False)  # of each row; the last sampled token is never stored
     num_pages: int = field(init=False)  # that it can come to hold, active forms included
 
     def __post_init__(self, limits: Limits) -> None:
-        self.cached_tokens = self.prefix_len
-        self.extents = self._extents()
-        self.num_pages = sum(extent.peak_pages(limits) + extent.active_pages(limits) for extent in self.extents)
+        start, prompt_len, has_trunk = self.prefix_len, self.prompt_len, self.has_trunk
+        end, row_start = prompt_len + self.spec.max_tokens - 1, prompt_len if has_trunk else start
+        self.cached_tokens = start
+        self.trunk_extent = Extent(start, prompt_len, self.loops, self.window) if has_trunk else None
+        self.row_extent = Extent(row_start, end, self.loops, self.window)
+        trunk_pages = self.trunk_extent.most_pages(limits) if self.trunk_extent is not None else 0
+        self.num_pages = trunk_pages + self.spec.n * self.row_extent.most_pages(limits)
 
     @property
     def prefix_len(self) -> int:
@@ -98,15 +103,6 @@ class Request:
         stops = self.spec.stops
         first = () if stops.ignore_eos else eos_token_ids
         return first + tuple(sequence[0] for sequence in stops.token_sequences if len(sequence) == 1)
-
-    def _extents(self) -> list[Extent]:
-        """The last sampled token is never stored."""
-        start = self.prefix_len
-        end = self.prompt_len + self.spec.max_tokens - 1
-        if not self.has_trunk:
-            return [Extent(start, end, self.loops, self.window)] * self.spec.n
-        trunk = Extent(start, self.prompt_len, self.loops, self.window)
-        return [trunk, *[Extent(self.prompt_len, end, self.loops, self.window)] * self.spec.n]
 
     def sequences(self) -> list[Sequence]:
         """Those that hold pages now."""

@@ -89,14 +89,12 @@ class Requests:
         assert request.state is RequestState.QUEUED
         request.state = RequestState.RUNNING
         parent = self._join_prefix(request, now_ns)
-        rows = request.extents
-        if request.has_trunk:
-            trunk, *rows = rows
-            request.trunk = parent = self._create(parent, trunk)
+        if request.trunk_extent is not None:
+            request.trunk = parent = self._create(parent, request.trunk_extent)
             self._trunks[parent.id] = request
             self._sequences.feed(Feed(parent, request.spec.tokens, request.order))
-        for index, extent in enumerate(rows):
-            self._add_row(request, index, self._create(parent, extent))
+        for index in range(request.spec.n):
+            self._add_row(request, index, self._create(parent, request.row_extent))
         counters = self._counters[request.spec.tenant]
         counters.prompt_hits += request.cached_tokens
         counters.prompt_misses += request.prompt_len - request.cached_tokens

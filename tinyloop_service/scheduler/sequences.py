@@ -52,6 +52,10 @@ class Extent:
     def peak_pages(self, limits: Limits) -> int:
         return self.peak_blocks(limits) * limits.cache_layers(self.loops)
 
+    def most_pages(self, limits: Limits) -> int:
+        """That it can come to hold, its active form included."""
+        return self.peak_pages(limits) + self.active_pages(limits)
+
     def active_pages(self, limits: Limits) -> int:
         """Budget of the active form of what is live at a time."""
         whole = limits.active_pages(self.start, self.end, self.loops)
