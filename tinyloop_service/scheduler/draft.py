@@ -82,7 +82,8 @@ class Draft:
         """All decode rows of the plan; every one takes as many steps, or what is left to it."""
         self._num_steps = num_steps
         for sequence in sequences:
-            self._grow(sequence, min(sequence.length + num_steps, sequence.extent.end))
+            length, end = sequence.length + num_steps, sequence.extent.end
+            self._grow(sequence, length if length < end else end)
             self._decode.append(sequence.id)
 
     @property

@@ -127,7 +127,7 @@ class Requests:
 
     def stepped(self, rows: Iterable[Row], num_steps: int) -> None:
         for row in rows:
-            self._planned(row, min(num_steps, row.num_left))
+            self._planned(row, num_steps if num_steps < row.num_left else row.num_left)
 
     def _planned(self, row: Row, num_tokens: int) -> None:
         row.num_left -= num_tokens

@@ -89,9 +89,9 @@ class Sequence:
         """Plan it to `length`; the blocks taken for that."""
         assert self.length <= length <= self.extent.end, f"sequence {self.id} grows to {length} of {self.extent.end}"
         self.length = length
-        count = -(-length // PAGE_TOKENS) - self.next_block
-        if count <= 0:
+        if length <= self.next_block * PAGE_TOKENS:
             return ()
+        count = -(-length // PAGE_TOKENS) - self.next_block
         pages = pool.take(self.id, count * self.num_layers)
         new = tuple(pages[i : i + self.num_layers] for i in range(0, len(pages), self.num_layers))
         self.blocks.extend(new)
