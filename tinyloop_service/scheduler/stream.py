@@ -122,13 +122,8 @@ class Stream:
         self._pending = False  # something is there to be read
         self._due_ns = 0  # tokens that come sooner are held
         self.is_held = False  # something is there, but it waits for more
-        self._is_left = False
+        self.is_over = False  # nothing more will arrive
         self._news = asyncio.Event()
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing more will arrive."""
-        return self._num_open == 0 or self._error is not None or self._is_left
 
     # ---- the scheduler's side
 
@@ -176,7 +171,7 @@ class Stream:
     def deliver_error(self, error: TinyLoopError) -> None:
         if self.is_held:
             self._wake()
-        self._error = error
+        self._error, self.is_over = error, True
         self._cut_short("error")
         self._news.set()
 
@@ -206,7 +201,7 @@ class Stream:
     def leave(self) -> None:
         """Stop reading; what is unfinished is cancelled and its pages return at the next plan."""
         if not self.is_over:
-            self._is_left = True
+            self.is_over = True
             self._cut_short("cancelled")
             self._scheduler.cancel(self.request)
             self._news.set()
@@ -241,6 +236,7 @@ class Stream:
         record.finish_reasons.append(reason.value)
         self._num_open -= 1
         if self._num_open == 0:
+            self.is_over = True
             record.end_ns = now_ns
             self._observer.request_ended(record)
 
