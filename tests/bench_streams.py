@@ -1,7 +1,7 @@
 """What the service costs beside the engine: streams through gRPC and in process, tokens per second and CPU time.
 
     python tests/bench_streams.py [--engine fake] [--model PATH] [--streams 1 16 64 256] [--new-tokens 32 512]
-        [--plan-ms 0] [--sittings 2] [--seconds 2]
+        [--plan-ms 0] [--grpc-processes 0] [--sittings 2] [--seconds 2]
 
 All streams of a round start at once, off one shared prefix of the demo's text that is built already; rounds follow each
 other for --seconds, and the two sides take turns, --sittings times.
@@ -154,10 +154,14 @@ async def in_process(loaded: LoadedModel, streams: int, new_tokens: int, seconds
 # ---- through gRPC
 
 
-def serve(kind: str, path: Path, plan_ms: float) -> None:
+def serve(kind: str, path: Path, plan_ms: float, grpc_processes: int) -> None:
     """The server, in a process of its own; says "serving ADDRESS" on standard output."""
     server = ServerSettings(
-        listen="127.0.0.1:0", health_listen=None, metrics_listen="127.0.0.1:0", log_format=LogFormat.JSON
+        listen="127.0.0.1:0",
+        health_listen=None,
+        grpc_processes=grpc_processes,
+        metrics_listen="127.0.0.1:0",
+        log_format=LogFormat.JSON,
     )
     configure_logging(server)
     app = App(Settings(server=server), lambda: load(kind, path, plan_ms))
@@ -165,9 +169,11 @@ def serve(kind: str, path: Path, plan_ms: float) -> None:
 
 
 @asynccontextmanager
-async def served(kind: str, path: Path, plan_ms: float) -> AsyncIterator[tuple[str, int]]:
+async def served(args: argparse.Namespace) -> AsyncIterator[tuple[str, int]]:
     """Its address and process."""
-    command = (sys.executable, __file__, "--serve", "--engine", kind, "--model", str(path), "--plan-ms", str(plan_ms))
+    given = {name: getattr(args, name) for name in ("engine", "model", "plan_ms", "grpc_processes")}
+    options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = (sys.executable, __file__, "--serve", *options)
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
     try:
         assert process.stdout is not None
@@ -223,7 +229,7 @@ async def measure(args: argparse.Namespace) -> dict[tuple[int, int], tuple[Figur
     """In process and through gRPC, by streams and new tokens."""
     loads = [(streams, new_tokens) for new_tokens in args.new_tokens for streams in args.streams]
     found = {load: (Figures(), Figures()) for load in loads}
-    async with served(args.engine, args.model, args.plan_ms) as (address, process):
+    async with served(args) as (address, process):
         async with AsyncClient(address) as client:
             await client.create_prefix(PREFIX, PREFIX_TEXT)
         for _ in range(args.sittings):
@@ -269,10 +275,11 @@ def main() -> None:
     parser.add_argument("--sittings", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=2.0, help="of rounds, for each side, in each sitting")
     parser.add_argument("--plan-ms", type=float, default=0.0, help="sleep of the fake engine, without the GIL")
+    parser.add_argument("--grpc-processes", type=int, default=0, help="as of `tinyloop serve`")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.engine, args.model, args.plan_ms)
+        serve(args.engine, args.model, args.plan_ms, args.grpc_processes)
     busy = Path("/proc/loadavg").read_text().split()[0]
     found = asyncio.run(measure(args))
     print_table(

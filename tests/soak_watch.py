@@ -159,8 +159,9 @@ def _probe(server: str, control: str, pid: str) -> None:
 
 
 async def _control() -> None:
+    from tinyloop_service.rpc.addresses import listen
     from tinyloop_service.rpc.health import Health
-    from tinyloop_service.rpc.server import listen, make_health_server
+    from tinyloop_service.rpc.server import make_health_server
 
     health = Health()
     health.set_ready(True)

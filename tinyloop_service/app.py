@@ -22,30 +22,35 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
-import grpc
 import structlog
 
+from tinyloop_service.engine.cgroup import usable_cores
 from tinyloop_service.loading import LoadedModel
 from tinyloop_service.observe.hub import Observation
 from tinyloop_service.observe.logs import settle_log
 from tinyloop_service.registry.names import Names
 from tinyloop_service.registry.prefix_file import FilePrefix, read_prefixes
 from tinyloop_service.registry.starting import start_names
+from tinyloop_service.rpc.addresses import Server, listen
 from tinyloop_service.rpc.backend import Backend
 from tinyloop_service.rpc.health import Health
-from tinyloop_service.rpc.server import listen, make_health_server, make_server
+from tinyloop_service.rpc.server import make_health_server, make_server
 from tinyloop_service.rpc.tls import server_credentials
 from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.scheduler.loop import Scheduler
-from tinyloop_service.settings import Settings
+from tinyloop_service.settings import EngineKind, ServerSettings, Settings
 from tinyloop_service.snapshots import Snapshots, start_snapshots
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CLOSE_S = 60.0  # for the step in flight; an engine that takes longer is left behind
 _LAST_CALLS_S = 1.0  # for calls that came before the refusal was heard
 _FLUSH_S = 2.0  # for the last messages of finished requests to leave
+_GPU_DRIVER = Path("/dev/nvidiactl")
+_FRONTS, _CORES_FOR_FRONTS = 4, 8
 _log = structlog.get_logger("tinyloop.app")
 
 
@@ -53,7 +58,7 @@ class App:
     """One server of one model.  `load` runs in a thread of its own."""
 
     def __init__(self, settings: Settings, load: Callable[[], LoadedModel]) -> None:
-        self._settings = settings
+        self._settings = settings = replace(settings, server=_with_fronts(settings))
         self._load = load
         replica = settings.server.replica or socket.gethostname()
         self._observation = Observation(settings.server, replica)
@@ -63,7 +68,7 @@ class App:
         self._snapshots: Snapshots | None = None
         self._prefixes: tuple[FilePrefix, ...] = ()
         self._health = Health()
-        self._health_server: grpc.aio.Server | None = None
+        self._health_server: Server | None = None
         self._tokens: TokensFile | None = None
         self._following: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
@@ -86,14 +91,18 @@ class App:
             self.health_address = listen(self._health_server, server.health_listen, "health_listen")
             await self._health_server.start()
         self._observation.start()
-        await self._server.start()
+        self._warming = asyncio.create_task(self._warm_up(), name="tinyloop-warm-up")
+        try:
+            await self._server.start()
+        except BaseException:
+            self._warming.cancel()
+            raise
         _log.info(
             "listening",
             address=self.address,
             health=self.health_address or None,
             metrics=self.metrics_address or None,
         )
-        self._warming = asyncio.create_task(self._warm_up(), name="tinyloop-warm-up")
         if self._tokens is not None:
             self._following = asyncio.create_task(self._follow(self._tokens), name="tinyloop-tokens")
 
@@ -233,6 +242,17 @@ async def _close(scheduler: Scheduler) -> None:
         _log.error("the engine did not stop", waited_s=_CLOSE_S)
     except Exception:  # callers have their last messages to come, and whoever waits for this process its status
         _log.exception("the engine failed to close")
+
+
+def _with_fronts(settings: Settings) -> ServerSettings:
+    """Of the server, with a number of processes that speak gRPC: where none was given, some beside a GPU that has the
+    cores for them, for nothing else is so fast that callers wait for gRPC."""
+    server = settings.server
+    if server.grpc_processes is None:
+        beside_gpu = settings.engine.engine != EngineKind.CPU and _GPU_DRIVER.exists()
+        pays = beside_gpu and usable_cores() >= _CORES_FOR_FRONTS and not server.listen.startswith("unix:")
+        server = replace(server, grpc_processes=_FRONTS if pays else 0)
+    return server
 
 
 def run_process(app: App, on_ready: Callable[[App], None]) -> NoReturn:

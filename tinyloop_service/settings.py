@@ -112,6 +112,7 @@ class ServerSettings:
     model: str | None = None  # path of the .tinyloop file; None: the demo model
     listen: str = "127.0.0.1:50051"
     health_listen: str | None = "127.0.0.1:50052"  # None: no health port
+    grpc_processes: int | None = None  # that speak gRPC in front of this one; 0: it does; None: 4 beside a GPU
     tokens_file: str | None = None  # who may call (rpc/tokens.py), read again when it changes; None: everybody
     tls_cert: str | None = (
         None  # PEM file of the server's certificate and chain, read again when it changes; None: plaintext
@@ -137,6 +138,10 @@ class ServerSettings:
             address = getattr(self, name)
             if address is not None:
                 self._check_address(name, address)
+        fronts = self.grpc_processes or 0
+        _require(0 <= fronts <= 64, "grpc_processes", f"{fronts} given, 0 to 64 expected")
+        is_shared = not fronts or not self.listen.startswith("unix:")
+        _require(is_shared, "grpc_processes", f"{fronts} given, which cannot share {self.listen}; listen on a port")
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
             is_whole = getattr(self, name) is None or getattr(self, other) is not None
             _require(is_whole, name, f"given without {other}; give both, or neither")

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import structlog
-from rpc_harness import Served, byte_tokenizer, serving
+from rpc_harness import SERVER, Served, byte_tokenizer, serving
 
 from tinyloop_service.engine.fake import FakeEngine
+
+BOTH_WAYS = ("test_generation", "test_cancel", "test_edges")
 
 
 @pytest.fixture(autouse=True)
@@ -19,10 +21,17 @@ def quiet_logs() -> Any:
         yield logs
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """In some modules a server behind a front is asked for the same as one without."""
+    if "served" in metafunc.fixturenames and metafunc.module.__name__.rpartition(".")[2] in BOTH_WAYS:
+        metafunc.parametrize("served", [0, 1], ids=["alone", "behind a front"], indirect=True)
+
+
 @pytest.fixture
-async def served() -> AsyncIterator[Served]:
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     """The plain server: text is taken."""
-    async with serving(tokenizer=byte_tokenizer()) as running:
+    fronts = getattr(request, "param", SERVER.grpc_processes)
+    async with serving(tokenizer=byte_tokenizer(), grpc_processes=fronts) as running:
         yield running
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -52,7 +53,13 @@ CONFIG: dict[str, Any] = {
     "eos_token_ids": [0],
     "quant": {"bits": 4, "group_size": 128},
 }
-SERVER = ServerSettings(listen="127.0.0.1:0", health_listen=None, replica="replica-0", drain_grace_s=5.0)
+SERVER = ServerSettings(
+    listen="127.0.0.1:0",
+    health_listen=None,
+    replica="replica-0",
+    drain_grace_s=5.0,
+    grpc_processes=int(os.environ.get("TINYLOOP_GRPC_PROCESSES", "0")),  # so that all tests can be run either way
+)
 
 
 @cache

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rpc_harness import SERVER
 
 from tinyloop_service.rpc.health import READY_SERVICE
 
@@ -20,7 +21,12 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 NO_RETRIES = (("grpc.enable_retries", 0),)
 _SCRIPT = Path(__file__).with_name("fake_server.py")
 _START_S = 60.0
-_SETTINGS = {"listen": "127.0.0.1:0", "health_listen": "127.0.0.1:0", "log_format": "json"}
+_SETTINGS = {
+    "listen": "127.0.0.1:0",
+    "health_listen": "127.0.0.1:0",
+    "log_format": "json",
+    "grpc_processes": SERVER.grpc_processes,
+}
 
 
 @dataclass(frozen=True)

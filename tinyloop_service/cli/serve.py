@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     "model",
     "listen",
     "health_listen",
+    "grpc_processes",
     "metrics_listen",
     "engine",
     "threads",

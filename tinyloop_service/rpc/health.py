@@ -15,6 +15,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tinyloop_service.rpc.addresses import Server
+
 MOST_WATCHES = 10_000  # at a time, some 20 KB each, by whoever reaches the port
 READY_SERVICE = "tinyloop.v1.GenerationService"
 _States = health_pb2.HealthCheckResponse
@@ -29,7 +31,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
         self._is_ending = False
         self._num_watches = 0
 
-    def add_to(self, server: grpc.aio.Server) -> None:
+    def add_to(self, server: Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     def set_ready(self, ready: bool) -> None:

@@ -1,0 +1,234 @@
+"""Processes that speak gRPC in front of the engine's: what is theirs alone.  That they answer as a server without them
+does is asked in other modules, where `served` is either (conftest.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from certificates import Authority
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from rpc_harness import CONFIG, SERVER, Served, collect, expected_tokens, ids, reason_of, refusal, serving, until
+from server_process import NO_RETRIES, NOT_SERVING, SERVING, server_process
+
+from tinyloop_service import app as app_module
+from tinyloop_service.app import App
+from tinyloop_service.engine.fake import FakeEngine
+from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.loading import LoadedModel
+from tinyloop_service.pb import generation_pb2 as g
+from tinyloop_service.pb import generation_pb2_grpc, model_pb2
+from tinyloop_service.rpc.health import READY_SERVICE
+from tinyloop_service.settings import EngineSettings, ServerSettings, Settings
+
+FRONTS = replace(SERVER, grpc_processes=2)
+OWN_CONNECTION = (*NO_RETRIES, ("grpc.use_local_subchannel_pool", 1))  # else channels to one address share one
+
+
+def request(*tokens: int, max_tokens: int = 20) -> g.GenerateRequest:
+    return g.GenerateRequest(input=ids(*tokens), max_tokens=max_tokens, ignore_eos=True)
+
+
+def children(pid: int) -> set[int]:
+    """Processes that a process has started and that live."""
+    text = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return {int(word) for word in text.split() if Path(f"/proc/{word}/cmdline").read_bytes()}
+
+
+def living(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}").exists()}
+
+
+def fronts_of(served: Served) -> list[Any]:
+    return list(served.app._server._fronts.values())  # type: ignore[attr-defined]
+
+
+def pid_of(front: Any) -> int:
+    return int(front._process.pid)
+
+
+async def in_front(served: Served, front: Any) -> grpc.aio.Channel:
+    """A connection that the kernel gave to that front; it decides, so that some are tried."""
+    for _ in range(64):
+        channel = grpc.aio.insecure_channel(served.address, OWN_CONNECTION)
+        before = len(front._calls._running)
+        await health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()).read()  # runs on
+        if len(front._calls._running) > before:
+            return channel
+        await channel.close()
+    raise AssertionError("no connection of 64 came to it")
+
+
+async def served_model(channel: grpc.aio.Channel) -> model_pb2.Model:
+    stub = channel.unary_unary(
+        "/tinyloop.v1.ModelService/GetModel",
+        request_serializer=model_pb2.GetModelRequest.SerializeToString,
+        response_deserializer=model_pb2.Model.FromString,
+    )
+    return await stub(model_pb2.GetModelRequest(), timeout=10)  # type: ignore[no-any-return]
+
+
+async def test_every_front_answers() -> None:
+    async with serving(grpc_processes=2) as served:
+        for front in fronts_of(served):
+            channel = await in_front(served, front)
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            messages = await collect(stub.Generate(request(5, 6)))
+            assert tuple(t for m in messages for t in m.delta.token_ids) == expected_tokens((5, 6), 20)
+            await channel.close()
+
+
+async def test_a_front_that_is_killed_takes_its_calls_along_and_no_other_and_is_started_anew(
+    quiet_logs: list[dict[str, Any]],
+) -> None:
+    gate = threading.Event()
+    async with serving(FakeEngine(gate=gate), grpc_processes=2) as served:
+        doomed, other = fronts_of(served)
+        channels = [await in_front(served, front) for front in (doomed, other)]
+        lost, kept = [generation_pb2_grpc.GenerationServiceStub(c).Generate(request(9)) for c in channels]
+        await until(lambda: served.num_open() == 2)
+        os.kill(pid_of(doomed), signal.SIGKILL)
+        assert (await refusal(lost)).code() is grpc.StatusCode.UNAVAILABLE
+        await until(lambda: served.num_open() == 1)
+        gate.set()
+        assert tuple(t for m in await collect(kept) for t in m.delta.token_ids) == expected_tokens((9,), 20)
+        await until(lambda: fronts_of(served)[0] is not doomed)
+        await until(lambda: fronts_of(served)[0]._started.done())
+        again = await in_front(served, fronts_of(served)[0])
+        await served.settled()
+        for channel in (*channels, again):
+            await channel.close()
+    ended = [line for line in quiet_logs if "speaks gRPC has ended" in line["event"]]
+    assert len(ended) == 1 and ended[0]["status"] == -signal.SIGKILL
+
+
+async def test_fronts_end_with_an_engine_process_that_is_killed() -> None:
+    async with server_process(grpc_processes=2) as server:
+        pid = server.process.pid
+        fronts = children(pid)
+        assert len(fronts) == 2
+        os.kill(pid, signal.SIGKILL)
+        await server.process.wait()
+        await until(lambda: not living(fronts))
+
+
+async def test_a_signal_to_all_processes_drains_once_and_finishes_what_runs() -> None:
+    async with server_process(step_s=0.02, grpc_processes=2, drain_grace_s=60) as server:
+        everybody = {server.process.pid, *children(server.process.pid)}
+        assert len(everybody) == 3
+        async with grpc.aio.insecure_channel(server.address, NO_RETRIES) as channel:
+            stream = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request(3, max_tokens=40))
+            messages: list[Any] = []
+            async for message in stream:
+                if not messages:
+                    for pid in everybody:
+                        os.kill(pid, signal.SIGTERM)
+                messages.append(message)
+            assert tuple(t for m in messages for t in m.delta.token_ids) == expected_tokens((3,), 40)
+        async with asyncio.timeout(30):
+            _, log = await server.process.communicate()
+        assert server.process.returncode == 0
+        events = [json.loads(line)["event"] for line in log.decode().splitlines()]
+        assert events[-1] == "stopped" and not [event for event in events if "has ended" in event]
+        assert not living(everybody)
+
+
+async def test_a_port_that_others_share_is_refused() -> None:
+    async with serving(grpc_processes=1) as served:
+        for fronts in (0, 1):
+            second = replace(FRONTS, listen=served.address, grpc_processes=fronts)
+            app = App(Settings(server=second), lambda: LoadedModel(FakeEngine(), None, CONFIG))
+            with pytest.raises(InvalidArgument, match=r"listen: cannot listen on .*Address already in use"):
+                await app.start()
+
+
+async def test_a_front_that_cannot_start_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyloop_service.rpc.fronts.fleet._MODULE", "tinyloop_service.no_such_module")
+    app = App(Settings(server=FRONTS), lambda: LoadedModel(FakeEngine(), None, CONFIG))
+    with pytest.raises(InvalidArgument, match="grpc_processes: a process that speaks gRPC ended before it listened"):
+        await app.start()
+    await app.stop(0.0)
+
+
+def test_a_unix_socket_cannot_be_shared() -> None:
+    with pytest.raises(InvalidArgument, match="grpc_processes: 2 given, which cannot share unix:/tmp/x"):
+        ServerSettings(listen="unix:/tmp/x", grpc_processes=2)
+    assert not ServerSettings(listen="unix:/tmp/x").grpc_processes
+
+
+async def test_health_is_watched_and_methods_are_listed_through_a_front() -> None:
+    async with serving(grpc_processes=1, reflection=True) as served:
+        watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest(service=READY_SERVICE))
+        assert (await watch.read()).status == SERVING
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")] * 2)
+        listing = reflection_pb2_grpc.ServerReflectionStub(served.channel).ServerReflectionInfo(asked)
+        answers = await collect(listing)
+        assert len(answers) == 2
+        assert READY_SERVICE in [service.name for service in answers[0].list_services_response.service]
+        served.app._health.set_ready(False)
+        assert (await watch.read()).status == NOT_SERVING
+        watch.cancel()
+
+
+async def test_tls_is_spoken_by_the_front(tmp_path: Path) -> None:
+    ca = Authority.make("ours")
+    cert, key = ca.issue("server").write(tmp_path, "server")
+    async with serving(grpc_processes=1, tls_cert=str(cert), tls_key=str(key)) as served:
+        credentials = grpc.ssl_channel_credentials(ca.pem)
+        async with grpc.aio.secure_channel(served.address, credentials) as channel:
+            assert (await served_model(channel)).replica == "replica-0"
+        assert (await refusal(served.generation.Generate(request(1), timeout=2))).code() in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+        )
+
+
+async def test_a_method_that_there_is_not_is_said_to_be_none() -> None:
+    async with serving(grpc_processes=1) as served:
+        channel: Any = served.channel
+        for call in (
+            channel.unary_unary("/tinyloop.v1.ModelService/Nope")(b"x"),
+            channel.stream_stream("/no.such.Service/Method")(iter([b"x", b"y"])),
+        ):
+            assert (await refusal(call)).code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_handler_that_fails_unforeseen_says_so_and_nothing_of_itself() -> None:
+    async with serving(grpc_processes=1) as served:
+        served.app._backend._scheduler = None  # whatever it is that nobody foresaw
+        served.app._backend._refusal = ValueError("a secret")  # type: ignore[assignment]
+        assert reason_of(await refusal(served.generation.Generate(request(1)))) == ("INTERNAL", "INTERNAL")
+        served.app._health._states = None  # type: ignore[assignment]
+        error = await refusal(health_pb2_grpc.HealthStub(served.channel).Check(health_pb2.HealthCheckRequest()))
+        assert error.code() is grpc.StatusCode.UNKNOWN and "secret" not in (error.details() or "")
+        served.app._health._states = {}
+
+
+@pytest.mark.parametrize(
+    ("engine", "driver", "cores", "given", "expected"),
+    [
+        ("auto", True, 8, None, 4),
+        ("cuda", True, 64, None, 4),
+        ("cpu", True, 64, None, 0),
+        ("auto", True, 7, None, 0),
+        ("auto", False, 64, None, 0),
+        ("auto", True, 64, 0, 0),
+        ("cpu", False, 1, 3, 3),
+    ],
+)
+def test_how_many_there_are(
+    engine: str, driver: bool, cores: int, given: int | None, expected: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(app_module, "_GPU_DRIVER", tmp_path if driver else tmp_path / "none")
+    monkeypatch.setattr(app_module, "usable_cores", lambda: cores)
+    settings = Settings(engine=EngineSettings(engine=engine), server=replace(SERVER, grpc_processes=given))
+    assert app_module._with_fronts(settings).grpc_processes == expected

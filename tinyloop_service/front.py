@@ -1,0 +1,75 @@
+"""The wiring of a front, a process that speaks gRPC before the engine's (rpc/fronts): pipe → relay → gRPC server.
+
+    python -m tinyloop_service.front FD
+
+is started by the engine's process, with one end of a socket pair as FD.  It ends when that tells it to, or is gone;
+signals, which a terminal or a supervisor sends to all processes of a group, are for that one to answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+
+import grpc
+
+from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.observe.logs import configure_logging, settle_log
+from tinyloop_service.rpc.addresses import bind, serving_options
+from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
+from tinyloop_service.rpc.fronts.relay import Relay
+from tinyloop_service.rpc.tls import server_credentials
+from tinyloop_service.settings import ServerSettings
+
+
+async def _run(end: socket.socket) -> None:
+    orders: asyncio.Queue[Event] = asyncio.Queue()
+
+    def receive(event: Event) -> None:
+        if event[0] in (Down.MESSAGE, Down.ENDED):
+            relay.take(event)
+        else:
+            orders.put_nowait(event)
+
+    pipe = Pipe(receive, lost=_leave)
+    relay = Relay(pipe)
+    await pipe.open(end)
+    _, address, pickled = await orders.get()
+    settings: ServerSettings = pickle.loads(pickled)
+    configure_logging(settings)
+    server = grpc.aio.server(options=serving_options(settings, shared_port=True))
+    server.add_generic_rpc_handlers((relay,))
+    try:
+        bind(server, address, server_credentials(settings))
+    except (InvalidArgument, RuntimeError) as error:
+        pipe.send(Up.REFUSED, str(error))
+    else:
+        await server.start()
+        gc.collect()
+        gc.freeze()  # looking through what stays would hold up every stream
+        pipe.send(Up.LISTENING)
+    _, grace_s = await orders.get()
+    await server.stop(grace_s)
+    pipe.close()
+    await orders.get()  # the pipe's end is this process's
+
+
+def _leave() -> None:
+    """The pipe is closed, or the engine's process gone: nobody could answer any more."""
+    settle_log()
+    os._exit(0)
+
+
+def main() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    asyncio.run(_run(socket.socket(fileno=int(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

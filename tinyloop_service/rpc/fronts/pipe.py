@@ -1,0 +1,93 @@
+"""What the engine's process and a front say to each other, over a socket pair that nobody else holds.
+
+In and out: events, tuples of plain values that begin with a kind of `Up` or `Down`.  All that one side has to say in
+one turn of its event loop leaves as one frame: 8 bytes of length, then the events as `marshal` writes them, which is
+for two processes of one interpreter and asks for no more copies than it must.  It refuses to know what an event means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import marshal
+import socket
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+Event = tuple[Any, ...]
+_LENGTH: Final = 8
+
+
+class Up:
+    """From a front; all but LISTENING and REFUSED begin with the call's number, which the front chooses."""
+
+    LISTENING: Final = 0
+    CALL: Final = 1  # number, method, metadata, request; None where requests follow
+    REQUEST: Final = 2  # number, request
+    REQUESTS_ENDED: Final = 3  # number
+    WRITTEN: Final = 4  # number: one more message of the answer has left
+    CANCELLED: Final = 5  # number: the caller is gone; what still comes for the call is dropped
+    REFUSED: Final = 6  # why the front cannot listen
+
+
+class Down:
+    """To a front; what belongs to a call begins with its number."""
+
+    LISTEN: Final = 0  # address, ServerSettings pickled
+    MESSAGE: Final = 1  # number, message of the answer
+    ENDED: Final = 2  # number, status code, its words, trailing metadata
+    STOP: Final = 3  # grace in seconds, or None
+
+
+class Pipe(asyncio.Protocol):
+    """One side of a socket pair, on the running event loop."""
+
+    def __init__(self, receive: Callable[[Event], None], lost: Callable[[], None]) -> None:
+        """receive: is called with each event; lost: once, when the other side is gone or the pipe is closed."""
+        self._receive = receive
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._unsent: list[Event] = []
+        self._unread = bytearray()
+
+    async def open(self, end: socket.socket) -> None:
+        await self._loop.connect_accepted_socket(lambda: self, end)
+
+    def send(self, *event: Any) -> None:
+        """Leaves with whatever else is said in this turn of the event loop; to nobody if the pipe is closed."""
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(event)
+
+    def close(self) -> None:
+        """What was said leaves first."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
+    # ---- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        begin = 0
+        while len(self._unread) - begin >= _LENGTH:
+            end = begin + _LENGTH + int.from_bytes(self._unread[begin : begin + _LENGTH], "little")
+            if len(self._unread) < end:
+                break
+            events = marshal.loads(self._unread[begin + _LENGTH : end])
+            begin = end
+            for event in events:
+                self._receive(event)
+        del self._unread[:begin]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost()
+
+    def _flush(self) -> None:
+        events, self._unsent = self._unsent, []
+        if events and self._transport is not None and not self._transport.is_closing():
+            data = marshal.dumps(events)
+            self._transport.writelines((len(data).to_bytes(_LENGTH, "little"), data))

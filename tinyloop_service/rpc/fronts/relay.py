@@ -1,0 +1,108 @@
+"""A front's side of its calls: whatever comes over gRPC goes into the pipe, whatever comes back goes to the caller.
+
+In: calls of any method, as bytes.  Out: events of `Up`, and what `Down` says of each call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import grpc
+
+from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
+from tinyloop_service.rpc.fronts.shapes import SHAPES, Shape
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class _Answer:
+    """What has come for one call, and whoever waits for it."""
+
+    __slots__ = ("_events", "_news")
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._news: asyncio.Future[None] | None = None
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def next(self) -> Event:
+        while not self._events:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        return self._events.popleft()
+
+
+class Relay(grpc.GenericRpcHandler):
+    """Every call goes through the pipe; a method that nobody knows too, for it may be that its caller has no token."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._numbers = itertools.count()
+        self._answers: dict[int, _Answer] = {}
+        self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+        method = handler_call_details.method
+        shape = SHAPES.get(method, Shape.STREAMS)
+        handler = self._handlers.get(method) or _handler(shape, partial(self._hand_on, method, shape))
+        if method in SHAPES:  # strangers' words are not kept
+            self._handlers[method] = handler
+        return handler
+
+    def take(self, event: Event) -> None:
+        """What the engine's process says of a call."""
+        answer = self._answers.get(event[1])
+        if answer is not None:  # else its caller has gone meanwhile
+            answer.put(event)
+
+    async def _hand_on(self, method: str, shape: Shape, request: Any, context: Context) -> bytes | None:
+        """One call, from its first byte to its status."""
+        number, answer, reply = next(self._numbers), _Answer(), None
+        self._answers[number] = answer
+        metadata = tuple((key, value) for key, value in context.invocation_metadata() or ())
+        self._pipe.send(Up.CALL, number, method, metadata, None if shape is Shape.STREAMS else request)
+        asking = asyncio.create_task(self._ask(number, request)) if shape is Shape.STREAMS else None
+        try:
+            while (event := await answer.next())[0] == Down.MESSAGE:
+                if shape is Shape.UNARY:
+                    reply = event[2]
+                else:
+                    await context.write(event[2])
+                    self._pipe.send(Up.WRITTEN, number)
+        except BaseException:  # the caller is gone, or its deadline is over
+            self._pipe.send(Up.CANCELLED, number)
+            raise
+        finally:
+            del self._answers[number]
+            if asking is not None:
+                asking.cancel()
+        _, _, code, words, trailers = event
+        if code:
+            await context.abort(_CODES[code], words, trailers)
+        context.set_trailing_metadata(trailers)
+        return reply
+
+    async def _ask(self, number: int, requests: AsyncIterator[bytes]) -> None:
+        async for request in requests:
+            self._pipe.send(Up.REQUEST, number, request)
+        self._pipe.send(Up.REQUESTS_ENDED, number)
+
+
+def _handler(shape: Shape, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    """Without serializers: bytes."""
+    make = {
+        Shape.UNARY: grpc.unary_unary_rpc_method_handler,
+        Shape.ANSWERS: grpc.unary_stream_rpc_method_handler,
+        Shape.STREAMS: grpc.stream_stream_rpc_method_handler,
+    }[shape]
+    return make(behaviour)
