@@ -44,7 +44,6 @@ class Fronts:
         self._claimed: socket.socket | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._fronts: dict[int, _Front] = {}
-        self._is_stopping = False
 
     # ---- as a gRPC server is set up
 
@@ -77,7 +76,6 @@ class Fronts:
 
     async def stop(self, grace: float | None) -> None:
         """Take no more calls; those that run have so long to end."""
-        self._is_stopping = True
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*(front.stop(grace) for front in self._fronts.values()))
@@ -124,16 +122,11 @@ class _Front:
         """Returns when it listens.  Raises InvalidArgument when it cannot, and then it has ended."""
         ours, theirs = socket.socketpair()
         with theirs:
+            await self._pipe.open(ours)  # if anything is cancelled from here on, it closes, and a process ends with it
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                _MODULE,
-                str(theirs.fileno()),
-                stdin=DEVNULL,
-                stdout=DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        await self._pipe.open(ours)
+                sys.executable, "-m", _MODULE, str(theirs.fileno()),
+                stdin=DEVNULL, stdout=DEVNULL, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
         self._pipe.send(Down.LISTEN, address, pickle.dumps(settings))
         try:
             error = await asyncio.wait_for(self._started, _START_S)
