@@ -68,6 +68,7 @@ class App:
         self._snapshots: Snapshots | None = None
         self._prefixes: tuple[FilePrefix, ...] = ()
         self._health = Health()
+        self._server: Server | None = None
         self._health_server: Server | None = None
         self._tokens: TokensFile | None = None
         self._following: asyncio.Task[None] | None = None
@@ -78,25 +79,23 @@ class App:
         self.health_address = ""
 
     async def start(self) -> None:
-        """Listen.  Raises InvalidArgument when an address cannot be had, or a file not be understood."""
+        """Listen.  Raises InvalidArgument when an address cannot be had, or a file not be understood; then `stop` is
+        still to be called."""
         server = self._settings.server
         if server.tokens_file:
             self._tokens = TokensFile(server.tokens_file)
         if self._settings.names.prefixes:
             self._prefixes = read_prefixes(self._settings.names.prefixes)
-        self._server = make_server(server, self._backend, self._tokens, self._health)
-        self.address = listen(self._server, server.listen, "listen", server_credentials(server))
+        serving = make_server(server, self._backend, self._tokens, self._health)
+        self.address = listen(serving, server.listen, "listen", server_credentials(server))
+        self._server = serving
         if server.health_listen:
             self._health_server = make_health_server(self._health)
             self.health_address = listen(self._health_server, server.health_listen, "health_listen")
             await self._health_server.start()
         self._observation.start()
         self._warming = asyncio.create_task(self._warm_up(), name="tinyloop-warm-up")
-        try:
-            await self._server.start()
-        except BaseException:
-            self._warming.cancel()
-            raise
+        await self._server.start()
         _log.info(
             "listening",
             address=self.address,
@@ -133,7 +132,8 @@ class App:
             await self._unless_hurried(_close(self._scheduler))
         self._health.end_watches()
         await self._unless_hurried(self._backend.quiet(_LAST_CALLS_S))  # those in gRPC's hands would end as CANCELLED
-        await self._server.stop(None if self._hurry.is_set() else _FLUSH_S)
+        if self._server is not None:
+            await self._server.stop(None if self._hurry.is_set() else _FLUSH_S)
         if self._names is not None:
             await self._names.close()
         if self._snapshots is not None:
@@ -155,7 +155,6 @@ class App:
         Both signals stay caught when it returns, and do nothing any more."""
         stopping = asyncio.Event()
         self._catch_signals(stopping)
-        await self.start()
         stopped = asyncio.create_task(stopping.wait())
         fault = asyncio.create_task(self._serve_until_fault(on_ready))
         try:
@@ -164,9 +163,13 @@ class App:
             failed = fault.done()
             for task in (stopped, fault):
                 task.cancel()
-            await self.stop()
+            await asyncio.wait({fault})
+            if failed and self._scheduler is None:  # nobody has been told to call
+                self.hurry()
+            if self.address:
+                await self.stop()
         if failed:
-            fault.result()  # raises what loading raised
+            fault.result()  # raises what starting or loading raised
         return 1 if failed or self._hurry.is_set() else 0
 
     @property
@@ -178,6 +181,7 @@ class App:
 
     async def _serve_until_fault(self, on_ready: Callable[[App], None]) -> None:
         """Returns when the device is lost."""
+        await self.start()
         await self.ready()
         on_ready(self)
         assert self._scheduler is not None
@@ -200,7 +204,7 @@ class App:
         self._snapshots = await start_snapshots(scheduler, self._settings.names)
         self._names = await start_names(scheduler, self._settings.names, self._prefixes)
         self._backend.open(scheduler, self._names, loaded.config)
-        self._health.set_ready(True)
+        self._health.set_ready(True)  # which it is said to be once somebody listens, too
         self._observation.set_ready(True)
         _log.info("ready", engine=scheduler.engine_name, model_id=limits.model_id)
 
@@ -265,6 +269,11 @@ def run_process(app: App, on_ready: Callable[[App], None]) -> NoReturn:
 
     try:
         status = asyncio.run(app.run(ready))
+    except Exception as error:
+        if not app.still_computes:
+            raise
+        _log.error("the server ends", error=str(error))
+        status = 1
     finally:
         for number in _SIGNALS:  # the interpreter's own end would give them their old meaning
             signal.signal(number, signal.SIG_IGN)

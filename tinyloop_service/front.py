@@ -21,7 +21,7 @@ import grpc
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.logs import configure_logging, settle_log
 from tinyloop_service.rpc.addresses import bind, serving_options
-from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
+from tinyloop_service.rpc.fronts.pipe import NOT_FOR_FRONTS, Down, Event, Pipe, Up
 from tinyloop_service.rpc.fronts.relay import Relay
 from tinyloop_service.rpc.tls import server_credentials
 from tinyloop_service.settings import ServerSettings
@@ -31,10 +31,15 @@ async def _run(end: socket.socket) -> None:
     orders: asyncio.Queue[Event] = asyncio.Queue()
 
     def receive(event: Event) -> None:
-        if event[0] in (Down.MESSAGE, Down.ENDED):
-            relay.take(event)
-        else:
-            orders.put_nowait(event)
+        match event[0]:
+            case Down.LISTEN | Down.STOP:
+                orders.put_nowait(event)
+            case Down.ASK:
+                pipe.send(Up.WELL)
+            case Down.CALLERS:
+                relay.set_callers(event[1])
+            case _:
+                relay.take(event)
 
     pipe = Pipe(receive, lost=_leave)
     relay = Relay(pipe)
@@ -46,8 +51,10 @@ async def _run(end: socket.socket) -> None:
     server.add_generic_rpc_handlers((relay,))
     try:
         bind(server, address, server_credentials(settings))
-    except (InvalidArgument, RuntimeError) as error:
-        pipe.send(Up.REFUSED, str(error))
+    except InvalidArgument as error:
+        pipe.send(Up.REFUSED, error.field, error.description)
+    except RuntimeError:
+        pipe.send(Up.REFUSED, "listen", f"cannot listen on {address}, for the reason that gRPC gave")
     else:
         await server.start()
         gc.collect()
@@ -66,8 +73,9 @@ def _leave() -> None:
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in NOT_FOR_FRONTS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_FRONTS)  # whoever starts this blocks them, until here
     asyncio.run(_run(socket.socket(fileno=int(sys.argv[1]))))
 
 

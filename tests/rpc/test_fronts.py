@@ -4,10 +4,13 @@ does is asked in other modules, where `served` is either (conftest.py)."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
+import socket
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rpc_harness import CONFIG, SERVER, Served, collect, expected_tokens, ids, reason_of, refusal, serving, until
-from server_process import NO_RETRIES, NOT_SERVING, SERVING, server_process
+from server_process import NO_RETRIES, NOT_SERVING, SERVING, server_process, start_server
 
 from tinyloop_service import app as app_module
 from tinyloop_service.app import App
@@ -27,7 +30,11 @@ from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.loading import LoadedModel
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import generation_pb2_grpc, model_pb2
+from tinyloop_service.rpc.addresses import _try_bind
+from tinyloop_service.rpc.fronts import fleet
+from tinyloop_service.rpc.fronts.pipe import Down, Up
 from tinyloop_service.rpc.health import READY_SERVICE
+from tinyloop_service.rpc.tokens import hash_token
 from tinyloop_service.settings import EngineSettings, ServerSettings, Settings
 
 FRONTS = replace(SERVER, grpc_processes=2)
@@ -101,14 +108,48 @@ async def test_a_front_that_is_killed_takes_its_calls_along_and_no_other_and_is_
         await until(lambda: served.num_open() == 1)
         gate.set()
         assert tuple(t for m in await collect(kept) for t in m.delta.token_ids) == expected_tokens((9,), 20)
-        await until(lambda: fronts_of(served)[0] is not doomed)
-        await until(lambda: fronts_of(served)[0]._started.done())
-        again = await in_front(served, fronts_of(served)[0])
+        await until(lambda: len(fronts_of(served)) == 2)
+        again = await in_front(served, fronts_of(served)[1])  # it is the last to have started
         await served.settled()
         for channel in (*channels, again):
             await channel.close()
     ended = [line for line in quiet_logs if "speaks gRPC has ended" in line["event"]]
     assert len(ended) == 1 and ended[0]["status"] == -signal.SIGKILL
+
+
+async def test_a_front_that_cannot_be_started_is_tried_again_and_meanwhile_nobody_is_told_to_call(
+    quiet_logs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, tries = asyncio.create_subprocess_exec, 0
+
+    async def scarce(*command: str, **options: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await real(*command, **options)
+
+    async with serving(grpc_processes=1) as served:
+        states = served.app._health._states
+        assert states[READY_SERVICE] == SERVING
+        monkeypatch.setattr(fleet.asyncio, "create_subprocess_exec", scarce)
+        os.kill(pid_of(fronts_of(served)[0]), signal.SIGKILL)
+        await until(lambda: states[READY_SERVICE] == NOT_SERVING)
+        await until(lambda: tries == 3 and states[READY_SERVICE] == SERVING)
+        assert (await served_model(served.channel)).replica == "replica-0"
+    failed = [line for line in quiet_logs if "does not start" in line["event"]]
+    assert len(failed) == 2 and "Resource temporarily unavailable" in failed[0]["error"]
+
+
+async def test_a_front_that_answers_nobody_is_ended_and_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_LOOK_EVERY_S", 0.1)
+    async with serving(grpc_processes=1) as served:
+        (hung,) = fronts_of(served)
+        await asyncio.sleep(1.0)
+        assert fronts_of(served) == [hung]  # one that is well stays
+        os.kill(pid_of(hung), signal.SIGSTOP)
+        await until(lambda: fronts_of(served) not in ([hung], []))
+        assert (await served_model(served.channel)).replica == "replica-0"
 
 
 async def test_fronts_end_with_an_engine_process_that_is_killed() -> None:
@@ -140,6 +181,76 @@ async def test_a_signal_to_all_processes_drains_once_and_finishes_what_runs() ->
         events = [json.loads(line)["event"] for line in log.decode().splitlines()]
         assert events[-1] == "stopped" and not [event for event in events if "has ended" in event]
         assert not living(everybody)
+
+
+async def test_ctrl_c_while_fronts_start_ends_a_server_as_it_should() -> None:
+    server = await start_server(load_s=0.01, grpc_processes=2)  # signals are heard, fronts are on their way
+    for pid in (server.process.pid, *children(server.process.pid)):
+        os.kill(pid, signal.SIGINT)
+    async with asyncio.timeout(30):
+        _, log = await server.process.communicate()
+    assert server.process.returncode == 0 and b"Traceback" not in log
+    assert json.loads(log.splitlines()[-1])["event"] == "stopped"
+
+
+def test_a_port_is_claimed_before_anybody_listens_there() -> None:
+    with fleet._claim("127.0.0.1:0") as claimed:
+        with pytest.raises(OSError, match="in use"):
+            _try_bind(f"127.0.0.1:{claimed.getsockname()[1]}")
+        with pytest.raises(OSError, match="in use"):
+            fleet._claim(f"127.0.0.1:{claimed.getsockname()[1]}")
+
+
+def test_a_machine_without_ipv6_can_have_fronts(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.socket
+
+    def without_ipv6(family: int = -1, *rest: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return real(family, *rest)
+
+    monkeypatch.setattr(socket, "socket", without_ipv6)
+    fleet._claim("0.0.0.0:0").close()
+
+
+async def test_a_caller_who_only_writes_is_held_back() -> None:
+    large = reflection_pb2.ServerReflectionRequest(file_containing_symbol="x" * 500_000).SerializeToString()
+    async with serving(grpc_processes=1, reflection=True) as served:
+        channel: Any = served.channel
+        for method in ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "/no.such.Service/Method"):
+            call, written = channel.stream_stream(method)(), 0
+            with suppress(TimeoutError, asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                for written in range(400):  # noqa: B007
+                    await asyncio.wait_for(call.write(large), 1)
+            assert written < 100
+            call.cancel()
+
+
+async def test_of_a_caller_without_a_token_no_request_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_text(f'[[token]]\ntenant = "a"\nsha256 = "{hash_token("tl_x")}"\nrights = ["generate"]\n')
+    async with serving(grpc_processes=1, tokens_file=str(path), reflection=True) as served:
+        (front,) = fronts_of(served)
+        seen: list[Any] = []
+        take = front._calls.take
+        front._calls.take = lambda event: (seen.append(event), take(event))
+        stub = generation_pb2_grpc.GenerationServiceStub(served.channel)
+        for headers in ((), (("authorization", "Bearer tl_y"),), (("authorization", "tl_x"),)):
+            assert reason_of(await refusal(stub.Generate(request(1), metadata=headers))) == (
+                "UNAUTHENTICATED", "UNAUTHENTICATED",
+            )  # fmt: skip
+        assert [event[-1] for event in seen if event[0] == Up.CALL] == [None] * 3
+        assert not [event for event in seen if event[0] == Up.REQUEST]
+        mine = (("authorization", "Bearer tl_x"),)
+        messages = await collect(stub.Generate(request(5), metadata=mine))
+        assert tuple(t for m in messages for t in m.delta.token_ids) == expected_tokens((5,), 20)
+        assert not [event for event in seen if event[0] == Up.REQUEST]  # it came with the call
+        front._pipe.send(Down.CALLERS, frozenset())  # a token that the front has not heard of yet
+        messages = await collect(stub.Generate(request(5), metadata=mine))
+        assert tuple(t for m in messages for t in m.delta.token_ids) == expected_tokens((5,), 20)
+        assert len([event for event in seen if event[0] == Up.REQUEST]) == 1
+        check = health_pb2_grpc.HealthStub(served.channel).Check
+        assert (await check(health_pb2.HealthCheckRequest(service=READY_SERVICE))).status == SERVING
 
 
 async def test_a_port_that_others_share_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import marshal
 import socket
 from typing import Any
 
@@ -14,7 +15,7 @@ from tinyloop_service.rpc.fronts.answering import Call
 from tinyloop_service.rpc.fronts.pipe import Event, Pipe
 
 VALUES = st.one_of(st.none(), st.integers(-(2**40), 2**40), st.binary(max_size=40), st.text(max_size=20))
-EVENTS = st.lists(st.lists(VALUES, max_size=4).map(tuple), max_size=8)
+EVENTS = st.lists(st.lists(VALUES, min_size=1, max_size=4).map(tuple), max_size=8)
 
 
 class Wire:
@@ -64,6 +65,20 @@ async def test_one_turn_of_the_loop_is_one_frame() -> None:
     await asyncio.sleep(0)
     length = int.from_bytes(wire.written[:8], "little")
     assert len(wire.written) == 8 + length
+
+
+async def test_a_large_message_has_a_frame_of_its_own_so_that_others_need_not_wait_for_it() -> None:
+    wire, large = Wire(), b"x" * 100_000
+    pipe = pipe_to(wire)
+    for event in ((1,), (2, large), (3,), (4,)):
+        pipe.send(*event)
+    await asyncio.sleep(0)
+    frames, data = [], bytes(wire.written)
+    while data:
+        end = 8 + int.from_bytes(data[:8], "little")
+        frames.append(marshal.loads(data[8:end]))
+        data = data[end:]
+    assert frames == [[(1,)], [(2, large)], [(3,), (4,)]]
 
 
 async def test_what_was_said_before_a_close_arrives_and_then_its_end() -> None:

@@ -27,6 +27,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
 
     def __init__(self) -> None:
         self._states = {"": _States.SERVING, READY_SERVICE: _States.NOT_SERVING}
+        self._is_ready, self._is_reachable = False, True
         self._changed = asyncio.Event()  # another one after each change
         self._is_ending = False
         self._num_watches = 0
@@ -35,7 +36,12 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     def set_ready(self, ready: bool) -> None:
-        self._states[READY_SERVICE] = _States.SERVING if ready else _States.NOT_SERVING
+        self._is_ready = ready
+        self._tell()
+
+    def set_reachable(self, reachable: bool) -> None:
+        """Somebody listens where callers call."""
+        self._is_reachable = reachable
         self._tell()
 
     def end_watches(self) -> None:
@@ -68,5 +74,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
             await changed.wait()
 
     def _tell(self) -> None:
+        serves = self._is_ready and self._is_reachable
+        self._states[READY_SERVICE] = _States.SERVING if serves else _States.NOT_SERVING
         self._changed.set()
         self._changed = asyncio.Event()

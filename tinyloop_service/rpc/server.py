@@ -42,7 +42,7 @@ def make_server(settings: ServerSettings, backend: Backend, tokens: TokensFile |
     """The serving server with every service, not yet listening.  `tokens`: who may call; None: everybody."""
     interceptors = [Authenticate(tokens, backend.observer)] if tokens is not None else []
     server: Server = (
-        Fronts(settings, interceptors)
+        Fronts(settings, interceptors, tokens, health.set_reachable)
         if settings.grpc_processes
         else grpc.aio.server(interceptors=interceptors, options=serving_options(settings))
     )

@@ -71,6 +71,11 @@ class Tokens:
         self._key = secrets.token_bytes(32)
         self._known = {self._slot(digest): (digest, caller) for digest, caller in callers.items()}
 
+    @property
+    def digests(self) -> frozenset[bytes]:
+        """SHA-256 of all of them."""
+        return frozenset(digest for digest, _ in self._known.values())
+
     def caller(self, token: str) -> Caller | None:
         """Who it stands for; None for nobody."""
         digest = _digest(token)
@@ -196,6 +201,12 @@ def _check(condition: Any, where: str, what: str, expected: str) -> None:
 
 def _matches(pattern: re.Pattern[str], value: Any) -> bool:
     return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def digest_of(authorization: Any) -> bytes:
+    """Of the token in a header; of one that holds none, what no token has."""
+    scheme, _, token = authorization.strip().partition(" ") if isinstance(authorization, str) else ("", "", "")
+    return _digest(token.strip()) if scheme.lower() == "bearer" and token else b""
 
 
 def _digest(token: str) -> bytes:

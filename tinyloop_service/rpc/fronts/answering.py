@@ -67,13 +67,15 @@ class Call:
         raise grpc.aio.AbortError
 
     async def requests(self, deserialize: Callable[[bytes], Any] | None) -> AsyncIterator[Any]:
-        while True:
-            while not self._requests:
-                await self._wait()
-            request = self._requests.popleft()
-            if request is None:
-                return
+        while (request := await self.next_request()) is not None:
             yield deserialize(request) if deserialize else request
+
+    async def next_request(self) -> bytes | None:
+        """Asked for one by one, so that no caller is ahead of its handler.  None: no more will come."""
+        self._pipe.send(Down.NEXT, self._number)
+        while not self._requests:
+            await self._wait()
+        return self._requests.popleft()
 
     # ---- the front's side
 
@@ -129,8 +131,6 @@ class Calls:
                 call.cancel()
             elif kind == Up.REQUEST:
                 call.asked(event[2])
-            elif kind == Up.REQUESTS_ENDED:
-                call.asked(None)
 
     def cancel(self) -> None:
         """The front is gone, and all its callers' connections with it."""
@@ -162,7 +162,10 @@ async def _behave(handler: Any, request: bytes | None, call: Call) -> None:
     if handler.request_streaming:
         argument = call.requests(handler.request_deserializer)
     else:
-        argument = handler.request_deserializer(request) if handler.request_deserializer else request
+        argument = request if request is not None else await call.next_request()
+        if argument is None:
+            await call.abort(grpc.StatusCode.INTERNAL, "no request has come")
+        argument = handler.request_deserializer(argument) if handler.request_deserializer else argument
     if not handler.response_streaming:
         behaviour = handler.stream_unary if handler.request_streaming else handler.unary_unary
         await call.write(await behaviour(argument, call))

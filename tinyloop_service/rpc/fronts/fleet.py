@@ -1,4 +1,4 @@
-"""The fronts of a server: as many processes as asked for, one started anew where one has ended.
+"""The fronts of a server: as many processes as asked for, one started anew where one has ended, or answers no more.
 
 In: what a gRPC server is given, services and interceptors and an address.  Out: answered calls.  To whoever wires it
 it is a gRPC server, with the methods of `grpc.aio.Server` that are needed.
@@ -7,12 +7,15 @@ it is a gRPC server, with the methods of `grpc.aio.Server` that are needed.
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
+import signal
 import socket
 import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,21 +24,34 @@ import structlog
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.rpc.addresses import places
 from tinyloop_service.rpc.fronts.answering import CallDetails, Calls
-from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
+from tinyloop_service.rpc.fronts.pipe import NOT_FOR_FRONTS, Down, Event, Pipe, Up
+from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.settings import ServerSettings
 
 _MODULE = "tinyloop_service.front"
 _START_S = 30.0  # for a process to start and listen
 _END_S = 5.0  # for one to end, beyond the grace it was given
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # before one that ended is started anew; twice as long each time
+_HURRIED_S = 1.0  # for one to end without any
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0  # before one that ended is started anew; twice as long each time
+_LOOK_EVERY_S = 5.0  # how they are, and whether the tokens have changed
+_MOST_UNANSWERED = 3  # looks, after which one is taken for hung
 _log = structlog.get_logger("tinyloop.fronts")
 
 
 class Fronts:
     """Interceptors and handlers run in this process, on the event loop that it was started on."""
 
-    def __init__(self, settings: ServerSettings, interceptors: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        interceptors: Sequence[Any] = (),
+        tokens: TokensFile | None = None,
+        reachable: Callable[[bool], None] = lambda reachable: None,
+    ) -> None:
+        """reachable: hears whether any of them listens.  tokens: who of the callers is worth being read."""
         self._settings = settings
+        self._tokens = tokens
+        self._reachable = reachable
         self._address = ""
         self._services: list[Any] = []
         self._find: Callable[[Any], Awaitable[Any]] = self._handler
@@ -43,7 +59,7 @@ class Fronts:
             self._find = partial(interceptor.intercept_service, self._find)
         self._claimed: socket.socket | None = None
         self._keepers: list[asyncio.Task[None]] = []
-        self._fronts: dict[int, _Front] = {}
+        self._fronts: dict[int, _Front] = {}  # that listen
 
     # ---- as a gRPC server is set up
 
@@ -65,19 +81,19 @@ class Fronts:
         return self.add_insecure_port(address)
 
     async def start(self) -> None:
-        """Returns when all fronts listen.  Raises InvalidArgument when one cannot."""
+        """Returns when all fronts listen.  Raises InvalidArgument when one cannot; `stop` is still to be called."""
         assert self._claimed is not None, "a port comes first"
-        try:
-            await asyncio.gather(*(self._start(nth) for nth in range(self._settings.grpc_processes or 0)))
-        except InvalidArgument:
-            await self.stop(None)
-            raise
-        self._keepers = [asyncio.create_task(self._keep(nth)) for nth in self._fronts]
+        numbers = range(self._settings.grpc_processes or 0)
+        self._reachable(False)
+        await asyncio.gather(*map(self._start, numbers))
+        self._keepers = [asyncio.create_task(self._keep(nth)) for nth in numbers]
 
     async def stop(self, grace: float | None) -> None:
         """Take no more calls; those that run have so long to end."""
         for keeper in self._keepers:
             keeper.cancel()
+        if self._keepers:
+            await asyncio.wait(self._keepers)
         await asyncio.gather(*(front.stop(grace) for front in self._fronts.values()))
         if self._claimed is not None:
             self._claimed.close()
@@ -88,25 +104,47 @@ class Fronts:
         found = (service.service(details) for service in self._services)
         return next((handler for handler in found if handler is not None), None)
 
+    def _callers(self) -> frozenset[bytes] | None:
+        return None if self._tokens is None else self._tokens.tokens.digests
+
     async def _start(self, nth: int) -> None:
-        self._fronts[nth] = front = _Front(self._find)
-        await front.start(self._address, self._settings)
+        """Raises InvalidArgument; then nothing of it is left."""
+        front = _Front(self._find)
+        try:
+            await front.start(self._address, self._settings, self._callers())
+        except BaseException:
+            await front.stop(None)
+            raise
+        self._fronts[nth] = front
+        self._reachable(True)
 
     async def _keep(self, nth: int) -> None:
         """See to it that there is an nth front, for as long as the server runs."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s, began_s = _FIRST_PAUSE_S, time.monotonic()
         while True:
-            began_s = time.monotonic()
-            status = await self._fronts[nth].ended()
-            if time.monotonic() - began_s > _LONGEST_PAUSE_S:
-                pause_s = _FIRST_PAUSE_S
-            _log.error("a process that speaks gRPC has ended; starting another", status=status, pause_s=pause_s)
+            if (front := self._fronts.get(nth)) is not None:
+                status = await self._end_of(front)
+                del self._fronts[nth]
+                self._reachable(bool(self._fronts))
+                if time.monotonic() - began_s > 2 * _LONGEST_PAUSE_S:
+                    pause_s = _FIRST_PAUSE_S
+                _log.error("a process that speaks gRPC has ended; starting another", status=status, pause_s=pause_s)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s, began_s = min(2 * pause_s, _LONGEST_PAUSE_S), time.monotonic()
             try:
                 await self._start(nth)
             except InvalidArgument as error:
-                _log.error("it does not start", error=str(error))
+                _log.error("a process that speaks gRPC does not start", error=str(error), pause_s=pause_s)
+
+    async def _end_of(self, front: _Front) -> int:
+        """Look after a front until it ends; its status."""
+        ended = asyncio.create_task(front.ended())
+        try:
+            while not (await asyncio.wait({ended}, timeout=_LOOK_EVERY_S))[0]:
+                front.look(self._callers())
+        finally:
+            ended.cancel()
+        return ended.result()
 
 
 class _Front:
@@ -114,69 +152,111 @@ class _Front:
 
     def __init__(self, find: Callable[[Any], Awaitable[Any]]) -> None:
         self._process: Process | None = None
-        self._started: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # what is wrong, or ""
+        self._started: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()  # what is wrong
         self._pipe = Pipe(self._receive, self._lost)
         self._calls = Calls(self._pipe, find)
+        self._told: frozenset[bytes] | None = None
+        self._num_unanswered = 0
 
-    async def start(self, address: str, settings: ServerSettings) -> None:
-        """Returns when it listens.  Raises InvalidArgument when it cannot, and then it has ended."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            await self._pipe.open(ours)  # if anything is cancelled from here on, it closes, and a process ends with it
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", _MODULE, str(theirs.fileno()),
-                stdin=DEVNULL, stdout=DEVNULL, pass_fds=[theirs.fileno()],
-            )  # fmt: skip
+    async def start(self, address: str, settings: ServerSettings, callers: frozenset[bytes] | None) -> None:
+        """Returns when it listens.  Raises InvalidArgument when it cannot; `stop` is still to be called."""
+        try:
+            await self._spawn()
+        except OSError as error:
+            what = f"a process that speaks gRPC cannot be started: {error.strerror}; allow more of them, or give 0"
+            raise InvalidArgument("grpc_processes", what) from None
+        self._tell(callers)
         self._pipe.send(Down.LISTEN, address, pickle.dumps(settings))
         try:
-            error = await asyncio.wait_for(self._started, _START_S)
+            field, wrong = await asyncio.wait_for(asyncio.shield(self._started), _START_S)
         except TimeoutError:
-            error = f"a process that speaks gRPC did not start within {_START_S:.0f} s"
-        if error:
-            await self.stop(None)
-            raise InvalidArgument("grpc_processes", error)
+            field, wrong = "grpc_processes", f"a process that speaks gRPC did not start within {_START_S:.0f} s"
+        if wrong:
+            raise InvalidArgument(field, wrong)
 
     async def ended(self) -> int:
         """Wait until the process is gone; its status."""
         assert self._process is not None
         return await self._process.wait()
 
+    def look(self, callers: frozenset[bytes] | None) -> None:
+        """Tell it of changed tokens, and kill it if it has answered nobody for too long."""
+        assert self._process is not None
+        if callers != self._told:
+            self._tell(callers)
+        if self._num_unanswered == _MOST_UNANSWERED:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        self._num_unanswered += 1
+        self._pipe.send(Down.ASK)
+
     async def stop(self, grace_s: float | None) -> None:
-        if self._process is None:
-            return
-        self._pipe.send(Down.STOP, grace_s)
-        try:
-            await asyncio.wait_for(self._process.wait(), (grace_s or 0.0) + _END_S)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        if self._process is not None:
+            self._pipe.send(Down.STOP, grace_s)
+            limit_s = _HURRIED_S if grace_s is None else grace_s + _END_S
+            try:
+                await asyncio.wait_for(self._process.wait(), limit_s)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
         self._pipe.close()
 
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await self._pipe.open(ours)  # if anything is cancelled from here on, it closes, and a process ends with it
+            known = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+            signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_FRONTS)  # which it inherits, until it ignores them
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()),
+                    stdin=DEVNULL, stdout=DEVNULL, pass_fds=[theirs.fileno()], env=known,
+                )  # fmt: skip
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_FRONTS)
+
+    def _tell(self, callers: frozenset[bytes] | None) -> None:
+        self._told = callers
+        self._pipe.send(Down.CALLERS, callers)
+
     def _receive(self, event: Event) -> None:
-        if event[0] == Up.LISTENING:
-            self._settle("")
-        elif event[0] == Up.REFUSED:
-            self._settle(event[1])
-        else:
-            self._calls.take(event)
+        match event[0]:
+            case Up.LISTENING:
+                self._settle("", "")
+            case Up.REFUSED:
+                self._settle(*event[1:])
+            case Up.WELL:
+                self._num_unanswered = 0
+            case _:
+                self._calls.take(event)
 
     def _lost(self) -> None:
-        self._settle("a process that speaks gRPC ended before it listened; its last words are above")
+        self._settle("grpc_processes", "a process that speaks gRPC ended before it listened; its last words are above")
         self._calls.cancel()
 
-    def _settle(self, error: str) -> None:
+    def _settle(self, field: str, wrong: str) -> None:
         if not self._started.done():
-            self._started.set_result(error)
+            self._started.set_result((field, wrong))
 
 
 def _claim(address: str) -> socket.socket:
-    """A socket that keeps a port for fronts to share, and does not listen.  Raises OSError."""
-    family, place = places(address)[0]
+    """A socket that keeps a port for fronts to share, and does not listen.  Raises OSError where others have it."""
+    *others, last = places(address)
+    for place in others:
+        with suppress(OSError):
+            return _claim_place(*place)
+    return _claim_place(*last)
+
+
+def _claim_place(family: int, place: Any) -> socket.socket:
+    """Linux lets sockets that may reuse an address have one that nobody listens at: this one may until it has it, for
+    ended connections may linger, and then shares it with those alone that share theirs."""
     claimed = socket.socket(family)
     try:
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-            claimed.setsockopt(socket.SOL_SOCKET, option, 1)
+        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         claimed.bind(place)
+        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError:
         claimed.close()
         raise

@@ -1,32 +1,36 @@
 """What the engine's process and a front say to each other, over a socket pair that nobody else holds.
 
-In and out: events, tuples of plain values that begin with a kind of `Up` or `Down`.  All that one side has to say in
-one turn of its event loop leaves as one frame: 8 bytes of length, then the events as `marshal` writes them, which is
-for two processes of one interpreter and asks for no more copies than it must.  It refuses to know what an event means.
+In and out: events, tuples of plain values that begin with a kind of `Up` or `Down`.  What one side has to say in
+one turn of its event loop leaves as one frame, but for large messages: 8 bytes of length, then the events as `marshal`
+writes them, which is for two processes of one interpreter and takes the least time.  It refuses to know what an event
+means.
 """
 
 from __future__ import annotations
 
 import asyncio
 import marshal
+import signal
 import socket
 from collections.abc import Callable
 from typing import Any, Final, cast
 
+NOT_FOR_FRONTS: Final = (signal.SIGTERM, signal.SIGINT)  # who sends them to a whole group means the engine's process
 Event = tuple[Any, ...]
 _LENGTH: Final = 8
+_LARGE: Final = 2**16  # bytes of a message that has a frame to itself, so that others need not wait for all of it
 
 
 class Up:
-    """From a front; all but LISTENING and REFUSED begin with the call's number, which the front chooses."""
+    """From a front; CALL to CANCELLED begin with the call's number, which the front chooses."""
 
     LISTENING: Final = 0
-    CALL: Final = 1  # number, method, metadata, request; None where requests follow
-    REQUEST: Final = 2  # number, request
-    REQUESTS_ENDED: Final = 3  # number
-    WRITTEN: Final = 4  # number: one more message of the answer has left
-    CANCELLED: Final = 5  # number: the caller is gone; what still comes for the call is dropped
-    REFUSED: Final = 6  # why the front cannot listen
+    CALL: Final = 1  # number, method, metadata, request; None: requests are read when they are asked for
+    REQUEST: Final = 2  # number, request; None: no more will come
+    WRITTEN: Final = 3  # number: one more message of the answer has left
+    CANCELLED: Final = 4  # number: the caller is gone; what still comes for the call is dropped
+    REFUSED: Final = 5  # why the front cannot listen: setting, description
+    WELL: Final = 6  # in answer to ASK
 
 
 class Down:
@@ -35,7 +39,10 @@ class Down:
     LISTEN: Final = 0  # address, ServerSettings pickled
     MESSAGE: Final = 1  # number, message of the answer
     ENDED: Final = 2  # number, status code, its words, trailing metadata
-    STOP: Final = 3  # grace in seconds, or None
+    NEXT: Final = 3  # number: one more request is wanted
+    STOP: Final = 4  # grace in seconds, or None
+    ASK: Final = 5  # how are you
+    CALLERS: Final = 6  # SHA-256 of all tokens; None: nobody needs one
 
 
 class Pipe(asyncio.Protocol):
@@ -73,11 +80,13 @@ class Pipe(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._unread += data
         begin = 0
-        while len(self._unread) - begin >= _LENGTH:
-            end = begin + _LENGTH + int.from_bytes(self._unread[begin : begin + _LENGTH], "little")
+        while len(self._unread) >= begin + _LENGTH:
+            at = begin + _LENGTH
+            end = at + int.from_bytes(self._unread[begin:at], "little")
             if len(self._unread) < end:
                 break
-            events = marshal.loads(self._unread[begin + _LENGTH : end])
+            with memoryview(self._unread) as unread:
+                events = marshal.loads(unread[at:end])
             begin = end
             for event in events:
                 self._receive(event)
@@ -88,6 +97,17 @@ class Pipe(asyncio.Protocol):
 
     def _flush(self) -> None:
         events, self._unsent = self._unsent, []
-        if events and self._transport is not None and not self._transport.is_closing():
+        if self._transport is None or self._transport.is_closing():
+            return
+        first = 0
+        for at, event in enumerate(events):
+            if isinstance(event[-1], bytes) and len(event[-1]) > _LARGE:
+                self._write(events[first:at])
+                self._write([event])
+                first = at + 1
+        self._write(events[first:])
+
+    def _write(self, events: list[Event]) -> None:
+        if events and self._transport is not None:
             data = marshal.dumps(events)
             self._transport.writelines((len(data).to_bytes(_LENGTH, "little"), data))

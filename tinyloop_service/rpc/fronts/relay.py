@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ import grpc
 
 from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
 from tinyloop_service.rpc.fronts.shapes import SHAPES, Shape
+from tinyloop_service.rpc.tokens import digest_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -43,20 +43,27 @@ class _Answer:
 
 
 class Relay(grpc.GenericRpcHandler):
-    """Every call goes through the pipe; a method that nobody knows too, for it may be that its caller has no token."""
+    """Every call goes through the pipe, of a stranger or to a method that nobody knows too: whom to answer with what is
+    decided there.  Until then nothing of theirs is read, so that strangers fill no memory."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
+        self._callers: frozenset[bytes] | None = None
         self._numbers = itertools.count()
         self._answers: dict[int, _Answer] = {}
-        self._handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self._handlers: dict[tuple[str, Shape], grpc.RpcMethodHandler[Any, Any]] = {}
+
+    def set_callers(self, digests: frozenset[bytes] | None) -> None:
+        """SHA-256 of tokens; None: nobody needs one."""
+        self._callers = digests
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
         method = handler_call_details.method
-        shape = SHAPES.get(method, Shape.STREAMS)
-        handler = self._handlers.get(method) or _handler(shape, partial(self._hand_on, method, shape))
+        known = SHAPES.get(method, Shape.STREAMS)
+        shape = known if self._is_known(handler_call_details.invocation_metadata) else Shape.STREAMS
+        handler = self._handlers.get((method, shape)) or _handler(shape, partial(self._hand_on, method, shape))
         if method in SHAPES:  # strangers' words are not kept
-            self._handlers[method] = handler
+            self._handlers[method, shape] = handler
         return handler
 
     def take(self, event: Event) -> None:
@@ -65,16 +72,25 @@ class Relay(grpc.GenericRpcHandler):
         if answer is not None:  # else its caller has gone meanwhile
             answer.put(event)
 
+    def _is_known(self, metadata: Any) -> bool:
+        if self._callers is None:
+            return True
+        return any(key == "authorization" and digest_of(value) in self._callers for key, value in metadata or ())
+
     async def _hand_on(self, method: str, shape: Shape, request: Any, context: Context) -> bytes | None:
         """One call, from its first byte to its status."""
         number, answer, reply = next(self._numbers), _Answer(), None
         self._answers[number] = answer
         metadata = tuple((key, value) for key, value in context.invocation_metadata() or ())
-        self._pipe.send(Up.CALL, number, method, metadata, None if shape is Shape.STREAMS else request)
-        asking = asyncio.create_task(self._ask(number, request)) if shape is Shape.STREAMS else None
+        requests, request = (request, None) if shape is Shape.STREAMS else (None, request)
+        self._pipe.send(Up.CALL, number, method, metadata, request)
+        del request  # which may be large
+        asking: asyncio.Task[None] | None = None
         try:
-            while (event := await answer.next())[0] == Down.MESSAGE:
-                if shape is Shape.UNARY:
+            while (event := await answer.next())[0] != Down.ENDED:
+                if event[0] == Down.NEXT:
+                    asking = asyncio.create_task(self._ask(number, requests))
+                elif shape is Shape.UNARY:
                     reply = event[2]
                 else:
                     await context.write(event[2])
@@ -92,10 +108,9 @@ class Relay(grpc.GenericRpcHandler):
         context.set_trailing_metadata(trailers)
         return reply
 
-    async def _ask(self, number: int, requests: AsyncIterator[bytes]) -> None:
-        async for request in requests:
-            self._pipe.send(Up.REQUEST, number, request)
-        self._pipe.send(Up.REQUESTS_ENDED, number)
+    async def _ask(self, number: int, requests: Any) -> None:
+        """The next request of a caller's, an async iterator."""
+        self._pipe.send(Up.REQUEST, number, await anext(requests, None))
 
 
 def _handler(shape: Shape, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
