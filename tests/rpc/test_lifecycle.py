@@ -106,11 +106,11 @@ async def test_an_address_that_is_taken_is_refused_by_its_setting(served: Served
 
 async def test_a_server_listens_on_a_unix_socket(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/tinyloop.sock"
-    async with serving(listen=address) as served:
+    async with serving(listen=address, grpc_processes=0) as served:
         assert served.address == address
         assert await collect(served.generation.Generate(request()))
     with pytest.raises(InvalidArgument):
-        async with serving(listen=f"unix:{tmp_path}/no/such/folder/s.sock"):
+        async with serving(listen=f"unix:{tmp_path}/no/such/folder/s.sock", grpc_processes=0):
             pass
 
 
@@ -261,7 +261,7 @@ async def test_connections_that_stay_leave_room_for_health_and_files(
                 answered += bool(connection.recv(1))
         return connections, answered
 
-    async with serving(health_listen="127.0.0.1:0") as served:
+    async with serving(health_listen="127.0.0.1:0", grpc_processes=0) as served:  # a front has files of its own
         connections, answered = await asyncio.to_thread(connect, served.address)
         assert 1 <= answered <= most
         assert await health(served.app.health_address) == SERVING
