@@ -3,10 +3,11 @@
     caller ──HTTP/2, TLS──► front: bytes in, bytes out ──pipe──► the engine's process: who calls, servicers, scheduler
     caller ──HTTP/2, TLS──► front                      ──pipe──►
 
-    pipe.py      what the two sides say to each other
-    process.py   a front: takes calls, hands their bytes on, sends what comes back
-    answering.py the engine's side of a front's calls: to handlers a call looks as grpc.aio's would
-    fleet.py     starts fronts, starts one anew that ended, stops them
+    pipe.py       what the two sides say to each other
+    relay.py      a front's side of a call: bytes on, what comes back to the caller; `tinyloop_service/front.py` wires it
+    shapes.py     how many messages a method takes and gives, all that a front knows of it
+    answering.py  the engine's side of a call: to handlers it looks as grpc.aio's would
+    fleet.py      starts fronts, looks after them, starts one anew that has ended, stops them
 
 A front knows methods by name and nothing of what they say.  All listen on one port, and the kernel gives each new
 connection to one of them.
