@@ -181,7 +181,10 @@ class EmulatedDevice:
             if isinstance(array, np.ndarray) and not guards_hold(_require_device(array)):
                 raise builder.EmulationError(f"{kernel.name} wrote outside the array it got as argument {position}")
 
-    def gemm(self, x: Any, weight: Any, out: Any, *, accumulate: bool = False) -> None:
+    def ways(self, x: Any, weight: Any, out: Any) -> tuple[object, ...]:
+        return ()
+
+    def gemm(self, x: Any, weight: Any, out: Any, *, accumulate: bool = False, way: object | None = None) -> None:
         for array in (x, weight, out):
             _require_device(array)
         check_gemm(x, weight, out)

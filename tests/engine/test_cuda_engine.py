@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -296,10 +297,22 @@ class PickyDevice(EmulatedDevice):  # type: ignore[misc]
         super().__init__()
         self.likes = likes
 
-    def gemm(self, x: Any, weight: Any, out: Any, *, accumulate: bool = False) -> None:
+    def gemm(self, x: Any, weight: Any, out: Any, *, accumulate: bool = False, way: object | None = None) -> None:
         super().gemm(x, weight, out, accumulate=accumulate)
-        if not self.likes(len(x)):
+        if way == "other bits" or (way is None and not self.likes(len(x))):
             self.enqueue(lambda: out.__setitem__(0, out[0] * out.dtype.type(1 + len(x) / 512)))
+
+
+class ResourcefulDevice(PickyDevice):
+    """Has three other ways to products of some numbers of rows, one of which has the bits of many rows and is quick."""
+
+    def gemm(self, x: Any, weight: Any, out: Any, *, accumulate: bool = False, way: object | None = None) -> None:
+        super().gemm(x, weight, out, accumulate=accumulate, way=way)
+        if way != "quick":
+            self.enqueue(lambda: time.sleep(0.003 if way == "slow" else 0.001))
+
+    def ways(self, x: Any, weight: Any, out: Any) -> tuple[object, ...]:
+        return ("other bits", "slow", "quick") if len(x) in (64, 128) else ("slow",)
 
 
 @pytest.mark.parametrize("likes", [lambda rows: rows >= 192, lambda rows: rows == FIXED_ROWS], ids=["many", "one"])
@@ -316,6 +329,20 @@ def drawn_by(driver: Driver) -> Drawn:
     drawn = driver.alone(prefix, TOKENS[70:90], 3)
     driver.close(prefix)
     return drawn
+
+
+def test_short_products_take_the_quickest_way_with_the_bits_of_long_ones() -> None:
+    device = ResourcefulDevice(lambda rows: rows >= 256)
+    driver, found = Driver(shared_engine(PLAIN)), Driver(engine_of(PLAIN, device, max_chunk=2 * FIXED_ROWS))
+    machine = found.engine._machine
+    assert machine is not None
+    ways = machine.prompt.products._ways
+    assert {(kind, rows) for kind, rows in ways} == {
+        (kind, rows) for kind in machine.prompt.kinds for rows in (64, 128)
+    }
+    assert all(way == "quick" and rows <= given <= 128 for (_, rows), (given, way) in ways.items())
+    found.close(found.prefix(TOKENS[:200]))
+    assert drawn_by(found) == drawn_by(driver)
 
 
 def test_products_that_depend_on_their_place_are_a_fault() -> None:

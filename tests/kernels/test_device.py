@@ -82,6 +82,21 @@ def test_gemm_of_whole_arrays_and_of_column_slices(probe: Device, out_dtype: typ
     assert np.array_equal(probe.download(out), expected)
 
 
+@pytest.mark.parametrize("out_dtype", [np.float16, np.float32])
+def test_every_other_way_is_one_to_the_same_product(probe: Device, out_dtype: type) -> None:
+    rng = np.random.default_rng(2)
+    x, w = (rng.integers(-2, 3, size).astype(np.float16) for size in ((64, 256), (128, 256)))  # sums are exact
+    device_x, device_w, out = probe.upload(x), probe.upload(w), probe.zeros((64, 128), out_dtype)
+    expected = x.astype(np.float32) @ w.astype(np.float32).T
+    ways = probe.ways(device_x, device_w, out)
+    assert ways or probe.name == "emulated"
+    for way in ways:
+        probe.gemm(device_x, device_w, out, way=way)
+        assert np.array_equal(probe.download(out), expected)
+        probe.gemm(device_x, device_w, out, accumulate=True, way=way)
+        assert np.array_equal(probe.download(out), 2 * expected)
+
+
 def test_gemm_refuses_shapes_that_do_not_meet(probe: Device) -> None:
     x, w, out = (probe.zeros(shape, np.float16) for shape in ((2, 8), (4, 16), (2, 4)))
     with pytest.raises(ValueError, match="gemm: "):

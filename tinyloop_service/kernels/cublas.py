@@ -74,7 +74,7 @@ class CuBlas:
             self._one if accumulate else self._zero, out, _R_16F if out_is_fp16 else _R_32F, out_stride,
             _COMPUTE_32F, _DEFAULT_ALGORITHM,
         )  # fmt: skip
-        _raise_if("cublasGemmEx", status)
+        raise_if("cublasGemmEx", status)
 
     def close(self) -> None:
         if self._handle:
@@ -82,10 +82,11 @@ class CuBlas:
             self._handle = ctypes.c_void_p()
 
     def _check(self, function: str, *args: Any) -> None:
-        _raise_if(function, getattr(self._library, function)(*args))
+        raise_if(function, getattr(self._library, function)(*args))
 
 
-def _raise_if(function: str, status: int) -> None:
+def raise_if(function: str, status: int) -> None:
+    """What a status of cuBLAS other than 0 means."""
     if status:
         kind = DeviceLost if status in _LOST else EngineFault
         raise kind(f"{function} answered {status}")

@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike
 
 from tinyloop_service.kernels.build import KERNELS, KernelBuilder
 from tinyloop_service.kernels.cublas import WORKSPACE_BYTES, CuBlas
+from tinyloop_service.kernels.cublaslt import open_cublaslt
 from tinyloop_service.kernels.cuda_errors import cuda_errors
 from tinyloop_service.kernels.device import Argument, Host, Shape, check_copy, check_gemm
 from tinyloop_service.kernels.launching import CupyKernel, Launcher
@@ -47,6 +48,7 @@ class CupyDevice:
             self._workspace = self.empty(WORKSPACE_BYTES, np.uint8)
         self._launcher = Launcher(self._stream.ptr)
         self._blas = CuBlas(self._stream.ptr, self._workspace.data.ptr)
+        self._ways = open_cublaslt(self._stream.ptr, self._workspace.data.ptr)
         self._builder = KernelBuilder(self.arch, sources=sources, cache=cache, precompiled=precompiled)
         self._compilers = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile")
         self._cubins: dict[tuple[Any, ...], Future[Path]] = {}
@@ -151,24 +153,31 @@ class CupyDevice:
             self._bind()
             self._launcher.launch(kernel, grid, block, args, shared_bytes, dependent and self._can_depend)
 
-    def gemm(self, x: Any, weight: Any, out: Any, *, accumulate: bool = False) -> None:
+    def gemm(self, x: Any, weight: Any, out: Any, *, accumulate: bool = False, way: Any = None) -> None:
         layout = tuple((array.shape, array.strides, array.dtype) for array in (x, weight, out))
         if layout not in self._multiplied:
             check_gemm(x, weight, out)
             self._multiplied.add(layout)
-        if self._wanted is None and 0 not in x.shape and 0 not in out.shape:
-            self._bind()
-            self._blas.gemm(
-                *(x.data.ptr, weight.data.ptr, out.data.ptr),
-                tokens=x.shape[0],
-                outputs=weight.shape[0],
-                inputs=x.shape[1],
-                x_stride=x.strides[0] // 2,
-                weight_stride=weight.strides[0] // 2,
-                out_stride=out.strides[0] // out.itemsize,
-                out_is_fp16=out.itemsize == 2,
-                accumulate=accumulate,
-            )
+        if self._wanted is not None or 0 in x.shape or 0 in out.shape:
+            return
+        self._bind()
+        addresses = x.data.ptr, weight.data.ptr, out.data.ptr
+        if way is not None and self._ways is not None:
+            self._ways.gemm(way, *addresses, accumulate=accumulate, **_sizes(x, weight, out))
+            return
+        self._blas.gemm(
+            *addresses,
+            x_stride=x.strides[0] // 2,
+            weight_stride=weight.strides[0] // 2,
+            out_stride=out.strides[0] // out.itemsize,
+            accumulate=accumulate,
+            **_sizes(x, weight, out),
+        )
+
+    def ways(self, x: Any, weight: Any, out: Any) -> Sequence[object]:
+        check_gemm(x, weight, out)
+        self._bind()
+        return [] if self._ways is None else self._ways.ways(**_sizes(x, weight, out))
 
     def prepare(self, work: Callable[[], None], progress: Callable[[int, int], None] | None = None) -> None:
         self._bind()
@@ -223,6 +232,8 @@ class CupyDevice:
     def close(self) -> None:
         self._compilers.shutdown(cancel_futures=True)
         self._blas.close()
+        if self._ways is not None:
+            self._ways.close()
 
     def _bind(self) -> None:
         """Makes the GPU current in the calling thread; the driver's calls need it."""
@@ -262,3 +273,13 @@ class CupyEvent:
 def _address(host: Host) -> int:
     address: int = host.__array_interface__["data"][0]  # `ctypes.data` runs Python of NumPy's, which is seldom warm
     return address
+
+
+def _sizes(x: Any, weight: Any, out: Any) -> dict[str, Any]:
+    """Of a product, as both libraries are told them."""
+    return {
+        "tokens": x.shape[0],
+        "outputs": weight.shape[0],
+        "inputs": x.shape[1],
+        "out_is_fp16": out.itemsize == 2,
+    }

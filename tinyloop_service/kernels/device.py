@@ -130,12 +130,16 @@ class Device(Protocol):
         """
         ...
 
-    def gemm(self, x: Array, weight: Array, out: Array, *, accumulate: bool = False) -> None:
+    def gemm(self, x: Array, weight: Array, out: Array, *, accumulate: bool = False, way: object | None = None) -> None:
         """Queue out = x · weightᵀ, or out += with `accumulate`; sums in float32.
 
         x float16 [T, K], weight float16 [N, K], out float16 or float32 [T, N].  Rows may be further apart than they
-        are long (views of columns), elements of a row not.
+        are long (views of columns), elements of a row not.  `way`: one of `ways` for these sizes, whose rows are dense.
         """
+        ...
+
+    def ways(self, x: Array, weight: Array, out: Array) -> Sequence[object]:
+        """Other ways to the product of dense arrays, which add up every element in one piece.  There may be none."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Graph:

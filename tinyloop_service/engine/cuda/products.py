@@ -2,8 +2,9 @@
 
 cuBLAS picks another order of summing for few rows than for many.  From some number of rows on it always picks the same
 one: every product has a *least* number of rows, and what is missing is computed of whatever lies behind them in the
-buffers, and looked at by nobody.  Where such a number is not found, or a large one, rows are multiplied in tiles of one
-fixed size.  The numbers are measured when the engine starts (`selfcheck.py`).
+buffers, and looked at by nobody.  For fewer rows there may be another *way* with the same bits, which is cheaper than
+that.  Where such a number is not found, or a large one, rows are multiplied in tiles of one
+fixed size.  Numbers and ways are measured when the engine starts (`selfcheck.py`).
 
 In: buffers of a pass, as long as the longest pass.  Out: the product in the first rows, and anything behind them.
 Refuses to know what is multiplied.
@@ -28,10 +29,15 @@ class Products:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._least: dict[ProductKind, int] = {}
+        self._ways: dict[tuple[ProductKind, int], tuple[int, object]] = {}
         self._in_tiles: set[ProductKind] = set()
 
     def set_least(self, kind: ProductKind, rows: int) -> None:
         self._least[kind] = rows
+
+    def set_way(self, kind: ProductKind, rows: int, given: int, way: object) -> None:
+        """Of a pass of `rows`, the product is of `given` rows, in that way of `Device.ways`."""
+        self._ways[kind, rows] = given, way
 
     def set_tiles(self, kind: ProductKind) -> None:
         self._in_tiles.add(kind)
@@ -44,8 +50,8 @@ class Products:
         x fp16 [max_rows, K], weight fp16 [N, K], out fp16 or fp32 [max_rows, N]; max_rows a multiple of FIXED_ROWS.
         """
         if kind not in self._in_tiles:
-            rows = max(rows, self._least.get(kind, 0))
-            self._device.gemm(x[:rows], weight, out[:rows], accumulate=accumulate)
+            given, way = self._ways.get((kind, rows), (max(rows, self._least.get(kind, 0)), None))
+            self._device.gemm(x[:given], weight, out[:given], accumulate=accumulate, way=way)
             return
         for first in range(0, rows, FIXED_ROWS):
             tile = slice(first, first + FIXED_ROWS)

@@ -2,7 +2,8 @@
 beside it?
 
     products    prompt rows in matrices of every padded size, at their beginning, middle and end.  A product gets so
-                many rows that cuBLAS adds in one order only, or one fixed size (`products.py`)
+                many rows that cuBLAS adds in one order only, or another way to the same bits that is quicker, or
+                one fixed size (`products.py`)
     rows        requests off one prefix in batches of every padded size, against the smallest that they were in
 
 In: an engine that is ready but for this.  Out: nothing, or an EngineFault that says which promise this device breaks.
@@ -10,6 +11,7 @@ In: an engine that is ready but for this.  Out: nothing, or an EngineFault that 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -24,6 +26,7 @@ from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.types import MAX_LOGPROBS, Sampling
 
 _COMPARED = 8  # rows at each place
+_REPEATS, _TRIALS = 3, 5  # of a product that is timed
 _STEPS = 2
 _PREFIX = -1  # sequence ids below zero are nobody else's
 _FIRST_ROW = -2
@@ -37,14 +40,16 @@ class Engine(Protocol):
 
 
 def check_products(device: Device, prompt: PromptPass, schedule: Schedule) -> None:
-    """Finds how many rows each product is given at least; raises EngineFault."""
-    block = schedule.layers[0].block
+    """Finds how many rows each product is given at least, and cheaper ways for fewer; raises EngineFault."""
+    blocks = {id(layer.block): layer.block for layer in schedule.layers}.values()
     counts = range(ROW_MULTIPLE, prompt.max_rows + 1, ROW_MULTIPLE)
     for kind in prompt.kinds:
-        trial = _Trial(device, prompt, kind, prompt.weight(kind, block))
+        trial = _Trial(device, prompt, kind, [prompt.weight(kind, block) for block in blocks])
         least = least_rows({rows: trial.bits(rows) for rows in counts})
         if least is not None:
             prompt.products.set_least(kind, least)
+            for rows, (given, way) in trial.ways(least).items():
+                prompt.products.set_way(kind, rows, given, way)
             continue
         prompt.products.set_tiles(kind)
         if least_rows({rows: trial.bits(rows) for rows in (ROW_MULTIPLE, FIXED_ROWS, prompt.max_rows)}) is None:
@@ -54,21 +59,64 @@ def check_products(device: Device, prompt: PromptPass, schedule: Schedule) -> No
 class _Trial:
     """One product of the pass, of the same few rows again and again."""
 
-    def __init__(self, device: Device, prompt: PromptPass, kind: ProductKind, weight: Array) -> None:
-        self._device, self._prompt, self._kind, self._weight = device, prompt, kind, weight
+    def __init__(self, device: Device, prompt: PromptPass, kind: ProductKind, weights: list[Array]) -> None:
+        """weights: of different blocks, for times that a cache of one of them does not flatter."""
+        self._device, self._prompt, self._kind, self._weights = device, prompt, kind, weights
         repeats = prompt.max_rows // ROW_MULTIPLE
-        some = np.random.default_rng(0).standard_normal((ROW_MULTIPLE, weight.shape[1])).astype(np.float16)
+        some = np.random.default_rng(0).standard_normal((ROW_MULTIPLE, weights[0].shape[1])).astype(np.float16)
         self._x = device.upload(np.tile(some, (repeats, 1)))
         self._ids = device.upload(np.zeros(prompt.max_rows, np.int32))
 
-    def bits(self, rows: int) -> list[bytes]:
+    def bits(self, rows: int, way: object | None = None) -> list[bytes]:
         """Of the first rows' product at the beginning, in the middle and at the end of `rows` rows."""
         out, accumulate = self._prompt.target(self._kind)
         if accumulate:
             self._prompt.begin(self._ids)  # something to add to
-        self._prompt.products.multiply(self._kind, self._x, self._weight, out, rows, accumulate=accumulate)
+        if way is None:
+            products = self._prompt.products
+            products.multiply(self._kind, self._x, self._weights[0], out, rows, accumulate=accumulate)
+        else:
+            self._multiply(self._weights[0], rows, way)
         places = (0, rows // ROW_MULTIPLE // 2 * ROW_MULTIPLE, rows - ROW_MULTIPLE)
         return [self._device.download(out[at : at + _COMPARED]).tobytes() for at in places]
+
+    def ways(self, least: int) -> dict[int, tuple[int, object]]:
+        """For passes of fewer rows than `least`: of how many rows, and in which way, their product takes the least time
+        with the bits of `least` rows; none where nothing is quicker than that."""
+        if least == ROW_MULTIPLE:
+            return {}
+        out, _ = self._prompt.target(self._kind)
+        expected, found = set(self.bits(least)), {}
+        best: tuple[float, int, object] = (self._time(least, None), least, None)
+        for rows in range(least - ROW_MULTIPLE, 0, -ROW_MULTIPLE):
+            for way in self._device.ways(self._x[:rows], self._weights[0], out[:rows]):
+                if set(self.bits(rows, way)) == expected:
+                    best = min(best, (self._time(rows, way), rows, way), key=lambda timed: timed[0])
+            if best[2] is not None:
+                found[rows] = best[1:]
+        return found
+
+    def _multiply(self, weight: Array, rows: int, way: object | None) -> None:
+        out, accumulate = self._prompt.target(self._kind)
+        self._device.gemm(self._x[:rows], weight, out[:rows], accumulate=accumulate, way=way)
+
+    def _time(self, rows: int, way: object | None) -> float:
+        """Seconds of a few of them, one after the other: the least of some trials."""
+
+        def products() -> None:
+            for weight in self._weights * _REPEATS:
+                self._multiply(weight, rows, way)
+
+        graph = self._device.capture(products)
+        graph.launch()
+        times = []
+        for _ in range(_TRIALS):
+            self._device.synchronize()
+            began = time.perf_counter()
+            graph.launch()
+            self._device.synchronize()
+            times.append(time.perf_counter() - began)
+        return min(times)
 
 
 def check_rows(engine: Engine, row_counts: tuple[int, ...]) -> None:
