@@ -17,7 +17,7 @@ from tinyloop_service.kernels.cublas import WORKSPACE_BYTES, raise_if
 _R_16F, _R_32F, _COMPUTE_32F = 2, 0, 68
 _TRANSPOSE_FIRST = 3  # CUBLASLT_MATMUL_DESC_TRANSA
 _MOST_WORKSPACE, _REDUCTIONS = 1, 3  # CUBLASLT_MATMUL_PREF_…
-_MOST_WAYS = 16
+_MOST_WAYS = 2  # each is a kernel to be loaded, which takes longer than to try it
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 
 
