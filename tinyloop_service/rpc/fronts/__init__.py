@@ -4,7 +4,7 @@
     caller ──HTTP/2, TLS──► front                      ──pipe──►
 
     pipe.py       what the two sides say to each other
-    relay.py      a front's side of a call: bytes on, what comes back to the caller; `tinyloop_service/front.py` wires it
+    relay.py      a front's side of a call: bytes on, what comes back to the caller; front.py at the top wires it
     shapes.py     how many messages a method takes and gives, all that a front knows of it
     answering.py  the engine's side of a call: to handlers it looks as grpc.aio's would
     fleet.py      starts fronts, looks after them, starts one anew that has ended, stops them
