@@ -308,7 +308,7 @@ async def test_a_method_that_there_is_not_is_said_to_be_none() -> None:
         channel: Any = served.channel
         for call in (
             channel.unary_unary("/tinyloop.v1.ModelService/Nope")(b"x"),
-            channel.stream_stream("/no.such.Service/Method")(iter([b"x", b"y"])),
+            channel.unary_stream("/no.such.Service/Method")(b"x"),
         ):
             assert (await refusal(call)).code() is grpc.StatusCode.UNIMPLEMENTED
 

@@ -85,7 +85,9 @@ class Fronts:
         assert self._claimed is not None, "a port comes first"
         numbers = range(self._settings.grpc_processes or 0)
         self._reachable(False)
-        await asyncio.gather(*map(self._start, numbers))
+        for outcome in await asyncio.gather(*map(self._start, numbers), return_exceptions=True):  # of all, if cancelled
+            if outcome is not None:
+                raise outcome
         self._keepers = [asyncio.create_task(self._keep(nth)) for nth in numbers]
 
     async def stop(self, grace: float | None) -> None:
