@@ -48,6 +48,7 @@ from tinyloop_service.snapshots import Snapshots, start_snapshots
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CLOSE_S = 60.0  # for the step in flight; an engine that takes longer is left behind
 _LAST_CALLS_S = 1.0  # for calls that came before the refusal was heard
+_LOADER_S = 1.0  # for the thread of a load that has failed to end, which it is about to
 _FLUSH_S = 2.0  # for the last messages of finished requests to leave
 _GPU_DRIVER = Path("/dev/nvidiactl")
 _FRONTS, _CORES_FOR_FRONTS = 4, 8
@@ -169,6 +170,8 @@ class App:
             if self.address:
                 await self.stop()
         if failed:
+            if self._loader is not None:
+                await asyncio.to_thread(self._loader.join, _LOADER_S)
             fault.result()  # raises what starting or loading raised
         return 1 if failed or self._hurry.is_set() else 0
 
