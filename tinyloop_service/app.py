@@ -21,7 +21,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,6 +49,7 @@ from tinyloop_service.snapshots import Snapshots, start_snapshots
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CLOSE_S = 60.0  # for the step in flight; an engine that takes longer is left behind
 _LAST_CALLS_S = 1.0  # for calls that came before the refusal was heard
+_LISTEN_S = 1.0  # for a start to get so far that it can be stopped
 _LOADER_S = 1.0  # for the thread of a load that has failed to end, which it is about to
 _FLUSH_S = 2.0  # for the last messages of finished requests to leave
 _GPU_DRIVER = Path("/dev/nvidiactl")
@@ -75,6 +77,7 @@ class App:
         self._following: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
         self._loader: threading.Thread | None = None
+        self._listening = asyncio.Event()
         self._hurry = asyncio.Event()
         self.address = ""  # where it listens, once started
         self.health_address = ""
@@ -97,6 +100,7 @@ class App:
         self._observation.start()
         self._warming = asyncio.create_task(self._warm_up(), name="tinyloop-warm-up")
         await self._server.start()
+        self._listening.set()
         _log.info(
             "listening",
             address=self.address,
@@ -155,13 +159,19 @@ class App:
 
         Both signals stay caught when it returns, and do nothing any more."""
         stopping = asyncio.Event()
-        self._catch_signals(stopping)
+        with self._signals_caught(stopping):
+            return await self._run(stopping, on_ready)
+
+    async def _run(self, stopping: asyncio.Event, on_ready: Callable[[App], None]) -> int:
         stopped = asyncio.create_task(stopping.wait())
         fault = asyncio.create_task(self._serve_until_fault(on_ready))
         try:
             await asyncio.wait({stopped, fault}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             failed = fault.done()
+            if not failed:  # gRPC's server cannot be left half started
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._listening.wait(), _LISTEN_S)
             for task in (stopped, fault):
                 task.cancel()
             await asyncio.wait({fault})
@@ -217,8 +227,11 @@ class App:
             if self._scheduler is not None:
                 self._scheduler.set_quotas(tokens.quotas)
 
-    def _catch_signals(self, stopping: asyncio.Event) -> None:
-        """Not by the loop, which when it closes leaves them to end the process as if nobody had caught them."""
+    @contextmanager
+    def _signals_caught(self, stopping: asyncio.Event) -> Iterator[None]:
+        """Not by the loop, which when it closes leaves them to end the process as if nobody had caught them.
+
+        A signal that comes when the loop is about to sleep is seen when it wakes: so each leaves a byte in a socket."""
 
         def caught(name: str) -> None:
             _log.info("signal", signal=name, draining=stopping.is_set())
@@ -229,8 +242,19 @@ class App:
                 loop.call_soon_threadsafe(caught, signal.Signals(number).name)
 
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            signal.signal(number, handle)
+        woken, waking = socket.socketpair()
+        with woken, waking:
+            for end in (woken, waking):
+                end.setblocking(False)
+            loop.add_reader(woken, woken.recv, 64)
+            signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+            for number in _SIGNALS:
+                signal.signal(number, handle)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(-1)
+                loop.remove_reader(woken)
 
     async def _unless_hurried(self, work: Any) -> None:
         """Await `work`, but no longer than until `hurry`."""
