@@ -78,6 +78,7 @@ class App:
         self._warming: asyncio.Task[None] | None = None
         self._loader: threading.Thread | None = None
         self._listening = asyncio.Event()
+        self._is_ready, self._is_reachable = False, True
         self._hurry = asyncio.Event()
         self.address = ""  # where it listens, once started
         self.health_address = ""
@@ -90,7 +91,7 @@ class App:
             self._tokens = TokensFile(server.tokens_file)
         if self._settings.names.prefixes:
             self._prefixes = read_prefixes(self._settings.names.prefixes)
-        serving = make_server(server, self._backend, self._tokens, self._health)
+        serving = make_server(server, self._backend, self._tokens, self._health, self._set_reachable)
         self.address = listen(serving, server.listen, "listen", server_credentials(server))
         self._server = serving
         if server.health_listen:
@@ -106,6 +107,7 @@ class App:
             address=self.address,
             health=self.health_address or None,
             metrics=self.metrics_address or None,
+            grpc_processes=server.grpc_processes or None,
         )
         if self._tokens is not None:
             self._following = asyncio.create_task(self._follow(self._tokens), name="tinyloop-tokens")
@@ -124,8 +126,7 @@ class App:
         """Drain and close, in the order that the module's docstring gives.  Default grace: the settings'."""
         settings = self._settings.server
         grace_s = settings.drain_grace_s if grace_s is None else grace_s
-        self._health.set_ready(False)
-        self._observation.set_ready(False)
+        self._set_ready(False)
         await self._unless_hurried(asyncio.sleep(settings.drain_pause_s))
         if self._warming is not None and not self._warming.done():
             self._warming.cancel()
@@ -217,9 +218,22 @@ class App:
         self._snapshots = await start_snapshots(scheduler, self._settings.names)
         self._names = await start_names(scheduler, self._settings.names, self._prefixes)
         self._backend.open(scheduler, self._names, loaded.config)
-        self._health.set_ready(True)  # which it is said to be once somebody listens, too
-        self._observation.set_ready(True)
+        await self._listening.wait()
+        self._set_ready(True)
         _log.info("ready", engine=scheduler.engine_name, model_id=limits.model_id)
+
+    def _set_ready(self, ready: bool) -> None:
+        self._is_ready = ready
+        self._tell_readiness()
+
+    def _set_reachable(self, reachable: bool) -> None:
+        self._is_reachable = reachable
+        self._tell_readiness()
+
+    def _tell_readiness(self) -> None:
+        ready = self._is_ready and self._is_reachable
+        self._health.set_ready(ready)
+        self._observation.set_ready(ready)
 
     async def _follow(self, file: TokensFile) -> None:
         """Quotas are the scheduler's to keep; who calls is looked up in the file's tokens anyway."""

@@ -112,7 +112,7 @@ class ServerSettings:
     model: str | None = None  # path of the .tinyloop file; None: the demo model
     listen: str = "127.0.0.1:50051"
     health_listen: str | None = "127.0.0.1:50052"  # None: no health port
-    grpc_processes: int | None = None  # that speak gRPC in front of this one; 0: it does; None: 4 beside a GPU
+    grpc_processes: int | None = None  # that speak gRPC in front of this one; None: 4 beside a GPU with 8 cores, or 0
     tokens_file: str | None = None  # who may call (rpc/tokens.py), read again when it changes; None: everybody
     tls_cert: str | None = (
         None  # PEM file of the server's certificate and chain, read again when it changes; None: plaintext

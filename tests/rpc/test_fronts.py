@@ -130,12 +130,14 @@ async def test_a_front_that_cannot_be_started_is_tried_again_and_meanwhile_nobod
         return await real(*command, **options)
 
     async with serving(grpc_processes=1) as served:
-        states = served.app._health._states
+        states, told = served.app._health._states, []
+        monkeypatch.setattr(served.app._observation, "set_ready", told.append)
         assert states[READY_SERVICE] == SERVING
         monkeypatch.setattr(fleet.asyncio, "create_subprocess_exec", scarce)
         os.kill(pid_of(fronts_of(served)[0]), signal.SIGKILL)
         await until(lambda: states[READY_SERVICE] == NOT_SERVING)
         await until(lambda: tries == 3 and states[READY_SERVICE] == SERVING)
+        assert told == [False, True]
         assert (await served_model(served.channel)).replica == "replica-0"
     failed = [line for line in quiet_logs if "does not start" in line["event"]]
     assert len(failed) == 2 and "Resource temporarily unavailable" in failed[0]["error"]

@@ -58,7 +58,7 @@ SETTING_FLAGS = {
     "prefixes": "A TOML or JSON file of prefixes that are built and pinned before the server is ready.",
     "snapshot_dir": "Keep the state of named prefixes in this directory, so that a restart needs no prefill.",
     "listen": "Where to serve; port 0 takes a free one.  [default: 127.0.0.1:50051]",
-    "grpc_processes": "Processes that speak gRPC, so that this one need not.  [default: 4 beside a GPU, else 0]",
+    "grpc_processes": "Processes that speak gRPC, so that this one need not.  [default: 4 beside a GPU with 8 cores]",
     "health_listen": "Where to answer health checks; none for nowhere.  [default: 127.0.0.1:50052]",
     "tokens_file": "Who may call: bearer tokens, tenants, quotas; `tinyloop token` makes it.  [default: everybody may]",
     "tls_cert": "PEM file of the server's certificate.  [default: plaintext]",

@@ -1,7 +1,8 @@
 """Health, as gRPC defines it: on the serving port, beside the services, and on a small port of its own.
 
 "" is alive as long as it answers; `tinyloop.v1.GenerationService` is SERVING when the server takes requests,
-NOT_SERVING while it warms up or drains and after a lost device, never because it is busy.
+NOT_SERVING while it warms up or drains, while no front of it listens, and after a lost device, never because it is
+busy.
 
 Kubelets ask on the port of its own, for they neither speak TLS nor send tokens.  Proxies and the channels of clients
 that hash by themselves watch the port that they call; no token is asked for there either.
@@ -27,7 +28,6 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
 
     def __init__(self) -> None:
         self._states = {"": _States.SERVING, READY_SERVICE: _States.NOT_SERVING}
-        self._is_ready, self._is_reachable = False, True
         self._changed = asyncio.Event()  # another one after each change
         self._is_ending = False
         self._num_watches = 0
@@ -36,12 +36,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     def set_ready(self, ready: bool) -> None:
-        self._is_ready = ready
-        self._tell()
-
-    def set_reachable(self, reachable: bool) -> None:
-        """Somebody listens where callers call."""
-        self._is_reachable = reachable
+        self._states[READY_SERVICE] = _States.SERVING if ready else _States.NOT_SERVING
         self._tell()
 
     def end_watches(self) -> None:
@@ -74,7 +69,5 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated
             await changed.wait()
 
     def _tell(self) -> None:
-        serves = self._is_ready and self._is_reachable
-        self._states[READY_SERVICE] = _States.SERVING if serves else _States.NOT_SERVING
         self._changed.set()
         self._changed = asyncio.Event()

@@ -6,6 +6,8 @@ alone (health.py says why).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
@@ -38,11 +40,18 @@ SERVICES = (
 assert generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name == READY_SERVICE
 
 
-def make_server(settings: ServerSettings, backend: Backend, tokens: TokensFile | None, health: Health) -> Server:
-    """The serving server with every service, not yet listening.  `tokens`: who may call; None: everybody."""
+def make_server(
+    settings: ServerSettings,
+    backend: Backend,
+    tokens: TokensFile | None,
+    health: Health,
+    reachable: Callable[[bool], None],
+) -> Server:
+    """The serving server with every service, not yet listening.  `tokens`: who may call; None: everybody.  `reachable`
+    hears it when nobody listens any more, or somebody again."""
     interceptors = [Authenticate(tokens, backend.observer)] if tokens is not None else []
     server: Server = (
-        Fronts(settings, interceptors, tokens, health.set_reachable)
+        Fronts(settings, interceptors, tokens, reachable)
         if settings.grpc_processes
         else grpc.aio.server(interceptors=interceptors, options=serving_options(settings))
     )

@@ -9,6 +9,6 @@
     answering.py  the engine's side of a call: to handlers it looks as grpc.aio's would
     fleet.py      starts fronts, looks after them, starts one anew that has ended, stops them
 
-A front knows methods by name and nothing of what they say.  All listen on one port, and the kernel gives each new
-connection to one of them.
+`rpc/server.py` puts a fleet where a gRPC server would be.  A front knows methods by name and nothing of what they say.
+All listen on one port, and the kernel gives each new connection to one of them.
 """

@@ -130,13 +130,21 @@ class Fronts:
                 self._reachable(bool(self._fronts))
                 if time.monotonic() - began_s > 2 * _LONGEST_PAUSE_S:
                     pause_s = _FIRST_PAUSE_S
-                _log.error("a process that speaks gRPC has ended; starting another", status=status, pause_s=pause_s)
+                _log.error(
+                    "a process that speaks gRPC has ended; starting another",
+                    process=front.pid,
+                    status=status,
+                    left=len(self._fronts),
+                    pause_s=pause_s,
+                )
             await asyncio.sleep(pause_s)
             pause_s, began_s = min(2 * pause_s, _LONGEST_PAUSE_S), time.monotonic()
             try:
                 await self._start(nth)
             except InvalidArgument as error:
                 _log.error("a process that speaks gRPC does not start", error=str(error), pause_s=pause_s)
+            else:
+                _log.info("another process speaks gRPC", process=self._fronts[nth].pid)
 
     async def _end_of(self, front: _Front) -> int:
         """Look after a front until it ends; its status."""
@@ -176,6 +184,11 @@ class _Front:
         if wrong:
             raise InvalidArgument(field, wrong)
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     async def ended(self) -> int:
         """Wait until the process is gone; its status."""
         assert self._process is not None
@@ -187,6 +200,7 @@ class _Front:
         if callers != self._told:
             self._tell(callers)
         if self._num_unanswered == _MOST_UNANSWERED:
+            _log.error("a process that speaks gRPC does not answer; ending it", process=self.pid)
             with suppress(ProcessLookupError):
                 self._process.kill()
         self._num_unanswered += 1
