@@ -44,13 +44,15 @@ async def _run(end: socket.socket) -> None:
     pipe = Pipe(receive, lost=_leave)
     relay = Relay(pipe)
     await pipe.open(end)
-    _, address, pickled = await orders.get()
+    _, addresses, pickled = await orders.get()
     settings: ServerSettings = pickle.loads(pickled)
     configure_logging(settings)
     server = grpc.aio.server(options=serving_options(settings, shared_port=True))
     server.add_generic_rpc_handlers((relay,))
     try:
-        bind(server, address, server_credentials(settings))
+        credentials = server_credentials(settings)
+        for address in addresses:
+            bind(server, address, credentials)
     except InvalidArgument as error:
         pipe.send(Up.REFUSED, error.field, error.description)
     except RuntimeError:

@@ -196,11 +196,47 @@ async def test_ctrl_c_while_fronts_start_ends_a_server_as_it_should() -> None:
 
 
 def test_a_port_is_claimed_before_anybody_listens_there() -> None:
-    with fleet._claim("127.0.0.1:0") as claimed:
-        with pytest.raises(OSError, match="in use"):
-            _try_bind(f"127.0.0.1:{claimed.getsockname()[1]}")
-        with pytest.raises(OSError, match="in use"):
-            fleet._claim(f"127.0.0.1:{claimed.getsockname()[1]}")
+    (claimed,) = fleet._claim("127.0.0.1:0")
+    with claimed:
+        named = f"127.0.0.1:{claimed.getsockname()[1]}"
+        for take in (_try_bind, fleet._claim):
+            with pytest.raises(OSError, match="in use"):
+                take(named)
+    (again,) = fleet._claim(named)
+    with again, pytest.raises(OSError, match="in use"):
+        _try_bind(named)
+
+
+def test_of_many_who_claim_a_port_at_once_one_gets_it() -> None:
+    for _ in range(20):
+        (free,) = fleet._claim("127.0.0.1:0")
+        named = f"127.0.0.1:{free.getsockname()[1]}"
+        free.close()
+        barrier, got = threading.Barrier(4), list[socket.socket]()
+
+        def claim(named: str = named, barrier: threading.Barrier = barrier, got: list[socket.socket] = got) -> None:
+            barrier.wait()
+            with suppress(OSError):
+                got.extend(fleet._claim(named))
+
+        threads = [threading.Thread(target=claim) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for claimed in got:
+            claimed.close()
+        assert len(got) == 1
+
+
+async def test_a_name_of_two_places_is_listened_at_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
+    monkeypatch.setattr(fleet, "places", lambda address: both)
+    async with serving(grpc_processes=1, listen="localhost:0") as served:
+        port = served.address.rpartition(":")[2]
+        for host in ("[::1]", "127.0.0.1"):
+            async with grpc.aio.insecure_channel(f"{host}:{port}") as channel:
+                assert (await served_model(channel)).replica == "replica-0"
 
 
 def test_a_machine_without_ipv6_can_have_fronts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +248,8 @@ def test_a_machine_without_ipv6_can_have_fronts(monkeypatch: pytest.MonkeyPatch)
         return real(family, *rest)
 
     monkeypatch.setattr(socket, "socket", without_ipv6)
-    fleet._claim("0.0.0.0:0").close()
+    for claimed in fleet._claim("0.0.0.0:0"):
+        claimed.close()
 
 
 async def test_a_caller_who_only_writes_is_held_back() -> None:

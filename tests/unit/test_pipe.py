@@ -121,3 +121,14 @@ async def test_a_handler_waits_for_a_reader_that_is_eight_messages_behind() -> N
 async def _write(call: Call, count: int) -> None:
     for number in range(count):
         await call.write(bytes([number]))
+
+
+async def test_large_messages_wait_until_those_before_them_have_left() -> None:
+    pipe = pipe_to(Wire())
+    pipe.pause_writing()
+    await pipe.room_for(b"small")
+    waiting = asyncio.create_task(pipe.room_for(b"x" * 100_000))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    pipe.resume_writing()
+    await asyncio.wait_for(waiting, 10)

@@ -52,12 +52,11 @@ class Fronts:
         self._settings = settings
         self._tokens = tokens
         self._reachable = reachable
-        self._address = ""
         self._services: list[Any] = []
         self._find: Callable[[Any], Awaitable[Any]] = self._handler
         for interceptor in reversed(interceptors):
             self._find = partial(interceptor.intercept_service, self._find)
-        self._claimed: socket.socket | None = None
+        self._claimed: list[socket.socket] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._fronts: dict[int, _Front] = {}  # that listen
 
@@ -72,9 +71,7 @@ class Fronts:
     def add_insecure_port(self, address: str) -> int:
         """Raises OSError where it cannot be had."""
         self._claimed = _claim(address)
-        port = int(self._claimed.getsockname()[1])
-        self._address = f"{address.rpartition(':')[0]}:{port}"
-        return port
+        return int(self._claimed[0].getsockname()[1])
 
     def add_secure_port(self, address: str, server_credentials: object) -> int:
         """As without TLS; fronts read the files of certificates themselves."""
@@ -82,7 +79,7 @@ class Fronts:
 
     async def start(self) -> None:
         """Returns when all fronts listen.  Raises InvalidArgument when one cannot; `stop` is still to be called."""
-        assert self._claimed is not None, "a port comes first"
+        assert self._claimed, "a port comes first"
         numbers = range(self._settings.grpc_processes or 0)
         self._reachable(False)
         for outcome in await asyncio.gather(*map(self._start, numbers), return_exceptions=True):  # of all, if cancelled
@@ -97,8 +94,8 @@ class Fronts:
         if self._keepers:
             await asyncio.wait(self._keepers)
         await asyncio.gather(*(front.stop(grace) for front in self._fronts.values()))
-        if self._claimed is not None:
-            self._claimed.close()
+        for claimed in self._claimed:
+            claimed.close()
 
     # ---- helpers
 
@@ -113,7 +110,7 @@ class Fronts:
         """Raises InvalidArgument; then nothing of it is left."""
         front = _Front(self._find)
         try:
-            await front.start(self._address, self._settings, self._callers())
+            await front.start(list(map(_written, self._claimed)), self._settings, self._callers())
         except BaseException:
             await front.stop(None)
             raise
@@ -168,7 +165,7 @@ class _Front:
         self._told: frozenset[bytes] | None = None
         self._num_unanswered = 0
 
-    async def start(self, address: str, settings: ServerSettings, callers: frozenset[bytes] | None) -> None:
+    async def start(self, addresses: list[str], settings: ServerSettings, callers: frozenset[bytes] | None) -> None:
         """Returns when it listens.  Raises InvalidArgument when it cannot; `stop` is still to be called."""
         try:
             await self._spawn()
@@ -176,7 +173,7 @@ class _Front:
             what = f"a process that speaks gRPC cannot be started: {error.strerror}; allow more of them, or give 0"
             raise InvalidArgument("grpc_processes", what) from None
         self._tell(callers)
-        self._pipe.send(Down.LISTEN, address, pickle.dumps(settings))
+        self._pipe.send(Down.LISTEN, addresses, pickle.dumps(settings))
         try:
             field, wrong = await asyncio.wait_for(asyncio.shield(self._started), _START_S)
         except TimeoutError:
@@ -255,25 +252,44 @@ class _Front:
             self._started.set_result((field, wrong))
 
 
-def _claim(address: str) -> socket.socket:
-    """A socket that keeps a port for fronts to share, and does not listen.  Raises OSError where others have it."""
-    *others, last = places(address)
-    for place in others:
-        with suppress(OSError):
-            return _claim_place(*place)
-    return _claim_place(*last)
+def _claim(address: str) -> list[socket.socket]:
+    """Sockets that keep a port for fronts to share, and do not listen: one for each place that the address stands for,
+    but for those that cannot be had.  Raises OSError where none can."""
+    claimed: list[socket.socket] = []
+    failure = OSError("no place")
+    for family, place in places(address):
+        port = claimed[0].getsockname()[1] if claimed else place[1]
+        try:
+            claimed.append(_claim_place(family, (place[0], port, *place[2:])))
+        except OSError as error:
+            failure = error
+    if not claimed:
+        raise failure
+    return claimed
 
 
 def _claim_place(family: int, place: Any) -> socket.socket:
     """Linux lets sockets that may reuse an address have one that nobody listens at: this one may until it has it, for
-    ended connections may linger, and then shares it with those alone that share theirs."""
+    ended connections may linger, and then shares it with those alone that share theirs.  Of two who ask at once for a
+    port by its number one gets it, the one that listens first, for a moment."""
     claimed = socket.socket(family)
     try:
         claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         claimed.bind(place)
+        is_named = place[1] != 0
+        if is_named:
+            claimed.listen(1)
         claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if is_named:
+            claimed.shutdown(socket.SHUT_RDWR)
     except OSError:
         claimed.close()
         raise
     return claimed
+
+
+def _written(claimed: socket.socket) -> str:
+    """The place of a socket, as gRPC takes it."""
+    host, port = claimed.getsockname()[:2]
+    return f"[{host}]:{port}" if claimed.family == socket.AF_INET6 else f"{host}:{port}"

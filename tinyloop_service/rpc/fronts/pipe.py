@@ -36,7 +36,7 @@ class Up:
 class Down:
     """To a front; what belongs to a call begins with its number."""
 
-    LISTEN: Final = 0  # address, ServerSettings pickled
+    LISTEN: Final = 0  # addresses, ServerSettings pickled
     MESSAGE: Final = 1  # number, message of the answer
     ENDED: Final = 2  # number, status code, its words, trailing metadata
     NEXT: Final = 3  # number: one more request is wanted
@@ -56,6 +56,8 @@ class Pipe(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._unsent: list[Event] = []
         self._unread = bytearray()
+        self._writable = asyncio.Event()
+        self._writable.set()
 
     async def open(self, end: socket.socket) -> None:
         await self._loop.connect_accepted_socket(lambda: self, end)
@@ -65,6 +67,11 @@ class Pipe(asyncio.Protocol):
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(event)
+
+    async def room_for(self, message: bytes) -> None:
+        """Wait, for a large one, until those before it have left: each is there twice while it waits."""
+        while len(message) > _LARGE and not self._writable.is_set():
+            await self._writable.wait()
 
     def close(self) -> None:
         """What was said leaves first."""
@@ -76,6 +83,12 @@ class Pipe(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     def data_received(self, data: bytes) -> None:
         self._unread += data

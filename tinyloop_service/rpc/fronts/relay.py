@@ -79,6 +79,8 @@ class Relay(grpc.GenericRpcHandler):
 
     async def _hand_on(self, method: str, shape: Shape, request: Any, context: Context) -> bytes | None:
         """One call, from its first byte to its status."""
+        if shape is not Shape.STREAMS:
+            await self._pipe.room_for(request)
         number, answer, reply = next(self._numbers), _Answer(), None
         self._answers[number] = answer
         metadata = tuple((key, value) for key, value in context.invocation_metadata() or ())
@@ -110,7 +112,10 @@ class Relay(grpc.GenericRpcHandler):
 
     async def _ask(self, number: int, requests: Any) -> None:
         """The next request of a caller's, an async iterator."""
-        self._pipe.send(Up.REQUEST, number, await anext(requests, None))
+        request: bytes | None = await anext(requests, None)
+        if request is not None:
+            await self._pipe.room_for(request)
+        self._pipe.send(Up.REQUEST, number, request)
 
 
 def _handler(shape: Shape, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
