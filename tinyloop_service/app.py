@@ -18,11 +18,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,9 +43,9 @@ from tinyloop_service.rpc.tls import server_credentials
 from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.scheduler.loop import Scheduler
 from tinyloop_service.settings import EngineKind, ServerSettings, Settings
+from tinyloop_service.signals import ignore_signals, signals_caught
 from tinyloop_service.snapshots import Snapshots, start_snapshots
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _CLOSE_S = 60.0  # for the step in flight; an engine that takes longer is left behind
 _LAST_CALLS_S = 1.0  # for calls that came before the refusal was heard
 _LISTEN_S = 1.0  # for a start to get so far that it can be stopped
@@ -160,7 +159,12 @@ class App:
 
         Both signals stay caught when it returns, and do nothing any more."""
         stopping = asyncio.Event()
-        with self._signals_caught(stopping):
+
+        def caught(name: str) -> None:
+            _log.info("signal", signal=name, draining=stopping.is_set())
+            self.hurry() if stopping.is_set() else stopping.set()
+
+        with signals_caught(caught):
             return await self._run(stopping, on_ready)
 
     async def _run(self, stopping: asyncio.Event, on_ready: Callable[[App], None]) -> int:
@@ -241,35 +245,6 @@ class App:
             if self._scheduler is not None:
                 self._scheduler.set_quotas(tokens.quotas)
 
-    @contextmanager
-    def _signals_caught(self, stopping: asyncio.Event) -> Iterator[None]:
-        """Not by the loop, which when it closes leaves them to end the process as if nobody had caught them.
-
-        A signal that comes when the loop is about to sleep is seen when it wakes: so each leaves a byte in a socket."""
-
-        def caught(name: str) -> None:
-            _log.info("signal", signal=name, draining=stopping.is_set())
-            self.hurry() if stopping.is_set() else stopping.set()
-
-        def handle(number: int, frame: object) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(caught, signal.Signals(number).name)
-
-        loop = asyncio.get_running_loop()
-        woken, waking = socket.socketpair()
-        with woken, waking:
-            for end in (woken, waking):
-                end.setblocking(False)
-            loop.add_reader(woken, woken.recv, 64)
-            signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
-            for number in _SIGNALS:
-                signal.signal(number, handle)
-            try:
-                yield
-            finally:
-                signal.set_wakeup_fd(-1)
-                loop.remove_reader(woken)
-
     async def _unless_hurried(self, work: Any) -> None:
         """Await `work`, but no longer than until `hurry`."""
         working, hurried = asyncio.ensure_future(work), asyncio.create_task(self._hurry.wait())
@@ -316,8 +291,7 @@ def run_process(app: App, on_ready: Callable[[App], None]) -> NoReturn:
         _log.error("the server ends", error=str(error))
         status = 1
     finally:
-        for number in _SIGNALS:  # the interpreter's own end would give them their old meaning
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()  # the interpreter's own end would give them their old meaning
     if app.still_computes:  # the interpreter would wait for the thread, or abort under its feet
         settle_log()
         os._exit(status)

@@ -21,10 +21,11 @@ import grpc
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.observe.logs import configure_logging, settle_log
 from tinyloop_service.rpc.addresses import bind, serving_options
-from tinyloop_service.rpc.fronts.pipe import NOT_FOR_FRONTS, Down, Event, Pipe, Up
+from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
 from tinyloop_service.rpc.fronts.relay import Relay
 from tinyloop_service.rpc.tls import server_credentials
 from tinyloop_service.settings import ServerSettings
+from tinyloop_service.signals import ENDING, ignore_signals
 
 
 async def _run(end: socket.socket) -> None:
@@ -75,9 +76,8 @@ def _leave() -> None:
 
 
 def main() -> None:
-    for number in NOT_FOR_FRONTS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_FRONTS)  # whoever starts this blocks them, until here
+    ignore_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # whoever starts this blocks them, until here
     asyncio.run(_run(socket.socket(fileno=int(sys.argv[1]))))
 
 

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from kept_signals import kept_signals
 from rpc_harness import CONFIG, SERVER, collect, expected_tokens, ids, reason_of, refusal
-from server_process import NO_RETRIES, SERVING, health, server_process
+from server_process import NO_RETRIES, SERVING, ServerProcess, health, server_process
 
 from tinyloop_service.app import App, run_process
 from tinyloop_service.engine.fake import FakeEngine
@@ -73,6 +73,20 @@ def test_a_process_that_serves_looks_no_more_through_what_was_there_when_it_was_
     assert ended.value.code == 0 and frozen[0] > before + 1000
 
 
+async def running(channel: grpc.aio.Channel, rows: int) -> None:
+    """Wait until so many rows run."""
+    load = model_pb2_grpc.ModelServiceStub(channel).GetLoad
+    while (await load(model_pb2.GetLoadRequest())).rows_running < rows:
+        pass
+
+
+async def told_to_end(server: ServerProcess) -> None:
+    """SIGTERM, and wait until it says that it is not ready."""
+    server.process.send_signal(signal.SIGTERM)
+    while await health(server.health_address) == SERVING:
+        pass
+
+
 async def test_sigterm_under_load_finishes_running_streams_and_exits_0() -> None:
     """T23."""
     async with server_process(step_s=0.02, drain_grace_s=60) as server:
@@ -80,12 +94,8 @@ async def test_sigterm_under_load_finishes_running_streams_and_exits_0() -> None
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             calls = [stub.Generate(request(i, max_tokens=40)) for i in range(1, 9)]
             streams = [asyncio.create_task(collect(call)) for call in calls]
-            load = model_pb2_grpc.ModelServiceStub(channel).GetLoad
-            while (await load(model_pb2.GetLoadRequest())).rows_running < 8:
-                pass
-            server.process.send_signal(signal.SIGTERM)
-            while await health(server.health_address) == SERVING:
-                pass
+            await running(channel, 8)
+            await told_to_end(server)
             create = prefix_pb2_grpc.PrefixServiceStub(channel).CreatePrefix(p.CreatePrefixRequest(input=ids(1)))
             for new in (stub.Generate(request()), create):
                 assert reason_of(await refusal(new)) == ("UNAVAILABLE", "DRAINING")
@@ -119,9 +129,7 @@ async def test_a_second_signal_does_not_wait_for_running_streams() -> None:
     ):
         stream = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request(max_tokens=2000))
         await stream.read()
-        server.process.send_signal(signal.SIGTERM)
-        while await health(server.health_address) == SERVING:
-            pass
+        await told_to_end(server)
         server.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(30):
             assert await server.process.wait() == 1
@@ -134,12 +142,8 @@ async def test_a_step_that_never_ends_does_not_keep_the_process_after_a_second_s
         grpc.aio.insecure_channel(server.address, NO_RETRIES) as channel,
     ):
         stream = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request())
-        load = model_pb2_grpc.ModelServiceStub(channel).GetLoad
-        while (await load(model_pb2.GetLoadRequest())).rows_running < 1:
-            pass
-        server.process.send_signal(signal.SIGTERM)
-        while await health(server.health_address) == SERVING:
-            pass
+        await running(channel, 1)
+        await told_to_end(server)
         server.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(30):
             assert await server.process.wait() == 1

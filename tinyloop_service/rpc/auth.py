@@ -25,7 +25,7 @@ from tinyloop_service.errors import TinyLoopError, Unauthenticated
 from tinyloop_service.observer import Observer
 from tinyloop_service.rpc.boundary import PACKAGE, Context, answering
 from tinyloop_service.rpc.caller import Caller, Right, set_caller
-from tinyloop_service.rpc.tokens import TokensFile
+from tinyloop_service.rpc.tokens import TokensFile, bearer_token
 
 RIGHTS: dict[str, Right | None] = {
     "/tinyloop.v1.PrefixService/CreatePrefix": Right.BUILD,
@@ -69,10 +69,10 @@ class Authenticate(grpc.aio.ServerInterceptor):
     def _identify(self, metadata: Any) -> Caller:
         """Raises Unauthenticated."""
         given = [value for key, value in metadata if key == "authorization"]
-        scheme, _, token = given[0].strip().partition(" ") if len(given) == 1 else ("", "", "")
-        if scheme.lower() != "bearer" or not token:
+        token = bearer_token(given[0]) if len(given) == 1 else ""
+        if not token:
             raise Unauthenticated("a token is needed; send it as `authorization: Bearer TOKEN`, once")
-        known = self._tokens.tokens.caller(token.strip())
+        known = self._tokens.tokens.caller(token)
         if known is None:
             raise Unauthenticated("the token is none of this server's, or not any more")
         structlog.contextvars.bind_contextvars(token=known.token_id)

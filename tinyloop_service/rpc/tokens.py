@@ -203,10 +203,16 @@ def _matches(pattern: re.Pattern[str], value: Any) -> bool:
     return isinstance(value, str) and pattern.fullmatch(value) is not None
 
 
-def digest_of(authorization: Any) -> bytes:
-    """Of the token in a header; of one that holds none, what no token has."""
-    scheme, _, token = authorization.strip().partition(" ") if isinstance(authorization, str) else ("", "", "")
-    return _digest(token.strip()) if scheme.lower() == "bearer" and token else b""
+def bearer_token(authorization: str) -> str:
+    """The token in a header `authorization: Bearer TOKEN`; empty where there is none."""
+    scheme, _, token = authorization.strip().partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def digest_of(authorization: str) -> bytes:
+    """Of the token in a header; of a header without one, what no token has."""
+    token = bearer_token(authorization)
+    return _digest(token) if token else b""
 
 
 def _digest(token: str) -> bytes:

@@ -7,7 +7,6 @@ same things, a task that is cancelled when the caller goes.  It refuses to know 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +42,8 @@ class Call:
         self._number = number
         self._metadata = metadata
         self._trailers: Metadata = ()
-        self._num_unwritten = 0
-        self._requests: deque[bytes | None] = deque()  # None: no more will come
-        self._news: asyncio.Future[None] | None = None
+        self._room = asyncio.Semaphore(_MOST_UNWRITTEN)
+        self._next: asyncio.Future[bytes | None] | None = None  # the request that was asked for
 
     # ---- the handler's side
 
@@ -56,9 +54,7 @@ class Call:
         self._trailers = tuple(trailers)
 
     async def write(self, message: Any) -> None:
-        while self._num_unwritten >= _MOST_UNWRITTEN:
-            await self._wait()
-        self._num_unwritten += 1
+        await self._room.acquire()
         self._pipe.send(Down.MESSAGE, self._number, self.serialize(message) if self.serialize else message)
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> None:
@@ -73,9 +69,8 @@ class Call:
     async def next_request(self) -> bytes | None:
         """Asked for one by one, so that no caller is ahead of its handler.  None: no more will come."""
         self._pipe.send(Down.NEXT, self._number)
-        while not self._requests:
-            await self._wait()
-        return self._requests.popleft()
+        self._next = asyncio.get_running_loop().create_future()
+        return await self._next
 
     # ---- the front's side
 
@@ -86,25 +81,16 @@ class Call:
             self._pipe.send(Down.ENDED, self._number, code.value[0], details, tuple(trailers) or self._trailers)
 
     def written(self) -> None:
-        self._num_unwritten -= 1
-        self._wake()
+        self._room.release()
 
     def asked(self, request: bytes | None) -> None:
-        self._requests.append(request)
-        self._wake()
+        if self._next is not None and not self._next.done():
+            self._next.set_result(request)
 
     def cancel(self) -> None:
         self.is_over = True  # whatever is said now, nobody hears it
         if self.task is not None:
             self.task.cancel()
-
-    async def _wait(self) -> None:
-        self._news = asyncio.get_running_loop().create_future()
-        await self._news
-
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
 
 
 class Calls:

@@ -24,9 +24,10 @@ import structlog
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.rpc.addresses import places
 from tinyloop_service.rpc.fronts.answering import CallDetails, Calls
-from tinyloop_service.rpc.fronts.pipe import NOT_FOR_FRONTS, Down, Event, Pipe, Up
+from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
 from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.settings import ServerSettings
+from tinyloop_service.signals import ENDING
 
 _MODULE = "tinyloop_service.front"
 _START_S = 30.0  # for a process to start and listen
@@ -219,14 +220,14 @@ class _Front:
         with theirs:
             await self._pipe.open(ours)  # if anything is cancelled from here on, it closes, and a process ends with it
             known = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-            signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_FRONTS)  # which it inherits, until it ignores them
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # which it inherits, until it ignores them
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()),
                     stdin=DEVNULL, stdout=DEVNULL, pass_fds=[theirs.fileno()], env=known,
                 )  # fmt: skip
             finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_FRONTS)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
     def _tell(self, callers: frozenset[bytes] | None) -> None:
         self._told = callers

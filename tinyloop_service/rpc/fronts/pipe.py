@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import marshal
-import signal
 import socket
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-NOT_FOR_FRONTS: Final = (signal.SIGTERM, signal.SIGINT)  # who sends them to a whole group means the engine's process
 Event = tuple[Any, ...]
 _LENGTH: Final = 8
 _LARGE: Final = 2**16  # bytes of a message that has a frame to itself, so that others need not wait for all of it

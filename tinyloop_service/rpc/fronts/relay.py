@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
 from functools import partial
 from typing import Any
 
@@ -21,27 +20,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
-class _Answer:
-    """What has come for one call, and whoever waits for it."""
-
-    __slots__ = ("_events", "_news")
-
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque()
-        self._news: asyncio.Future[None] | None = None
-
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-    async def next(self) -> Event:
-        while not self._events:
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
-        return self._events.popleft()
-
-
 class Relay(grpc.GenericRpcHandler):
     """Every call goes through the pipe, of a stranger or to a method that nobody knows too: whom to answer with what is
     decided there.  Until then nothing of theirs is read, so that strangers fill no memory."""
@@ -50,7 +28,7 @@ class Relay(grpc.GenericRpcHandler):
         self._pipe = pipe
         self._callers: frozenset[bytes] | None = None
         self._numbers = itertools.count()
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, asyncio.Queue[Event]] = {}
         self._handlers: dict[tuple[str, Shape], grpc.RpcMethodHandler[Any, Any]] = {}
 
     def set_callers(self, digests: frozenset[bytes] | None) -> None:
@@ -70,7 +48,7 @@ class Relay(grpc.GenericRpcHandler):
         """What the engine's process says of a call."""
         answer = self._answers.get(event[1])
         if answer is not None:  # else its caller has gone meanwhile
-            answer.put(event)
+            answer.put_nowait(event)
 
     def _is_known(self, metadata: Any) -> bool:
         if self._callers is None:
@@ -81,15 +59,15 @@ class Relay(grpc.GenericRpcHandler):
         """One call, from its first byte to its status."""
         if shape is not Shape.STREAMS:
             await self._pipe.room_for(request)
-        number, answer, reply = next(self._numbers), _Answer(), None
-        self._answers[number] = answer
+        number, reply = next(self._numbers), None
+        answer = self._answers[number] = asyncio.Queue()
         metadata = tuple((key, value) for key, value in context.invocation_metadata() or ())
         requests, request = (request, None) if shape is Shape.STREAMS else (None, request)
         self._pipe.send(Up.CALL, number, method, metadata, request)
         del request  # which may be large
         asking: asyncio.Task[None] | None = None
         try:
-            while (event := await answer.next())[0] != Down.ENDED:
+            while (event := await answer.get())[0] != Down.ENDED:
                 if event[0] == Down.NEXT:
                     asking = asyncio.create_task(self._ask(number, requests))
                 elif shape is Shape.UNARY:
