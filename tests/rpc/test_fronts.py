@@ -32,6 +32,7 @@ from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import generation_pb2_grpc, model_pb2
 from tinyloop_service.rpc.addresses import _try_bind
 from tinyloop_service.rpc.fronts import fleet
+from tinyloop_service.rpc.fronts.claim import claim
 from tinyloop_service.rpc.fronts.pipe import Down, Up
 from tinyloop_service.rpc.health import READY_SERVICE
 from tinyloop_service.rpc.tokens import hash_token
@@ -196,30 +197,30 @@ async def test_ctrl_c_while_fronts_start_ends_a_server_as_it_should() -> None:
 
 
 def test_a_port_is_claimed_before_anybody_listens_there() -> None:
-    (claimed,) = fleet._claim("127.0.0.1:0")
+    (claimed,) = claim("127.0.0.1:0")
     with claimed:
         named = f"127.0.0.1:{claimed.getsockname()[1]}"
-        for take in (_try_bind, fleet._claim):
+        for take in (_try_bind, claim):
             with pytest.raises(OSError, match="in use"):
                 take(named)
-    (again,) = fleet._claim(named)
+    (again,) = claim(named)
     with again, pytest.raises(OSError, match="in use"):
         _try_bind(named)
 
 
 def test_of_many_who_claim_a_port_at_once_one_gets_it() -> None:
     for _ in range(20):
-        (free,) = fleet._claim("127.0.0.1:0")
+        (free,) = claim("127.0.0.1:0")
         named = f"127.0.0.1:{free.getsockname()[1]}"
         free.close()
         barrier, got = threading.Barrier(4), list[socket.socket]()
 
-        def claim(named: str = named, barrier: threading.Barrier = barrier, got: list[socket.socket] = got) -> None:
+        def take(named: str = named, barrier: threading.Barrier = barrier, got: list[socket.socket] = got) -> None:
             barrier.wait()
             with suppress(OSError):
-                got.extend(fleet._claim(named))
+                got.extend(claim(named))
 
-        threads = [threading.Thread(target=claim) for _ in range(4)]
+        threads = [threading.Thread(target=take) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -231,7 +232,7 @@ def test_of_many_who_claim_a_port_at_once_one_gets_it() -> None:
 
 async def test_a_name_of_two_places_is_listened_at_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
-    monkeypatch.setattr(fleet, "places", lambda address: both)
+    monkeypatch.setattr("tinyloop_service.rpc.fronts.claim.places", lambda address: both)
     async with serving(grpc_processes=1, listen="localhost:0") as served:
         port = served.address.rpartition(":")[2]
         for host in ("[::1]", "127.0.0.1"):
@@ -248,7 +249,7 @@ def test_a_machine_without_ipv6_can_have_fronts(monkeypatch: pytest.MonkeyPatch)
         return real(family, *rest)
 
     monkeypatch.setattr(socket, "socket", without_ipv6)
-    for claimed in fleet._claim("0.0.0.0:0"):
+    for claimed in claim("0.0.0.0:0"):
         claimed.close()
 
 

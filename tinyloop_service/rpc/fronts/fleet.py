@@ -22,8 +22,8 @@ from typing import Any
 import structlog
 
 from tinyloop_service.errors import InvalidArgument
-from tinyloop_service.rpc.addresses import places
 from tinyloop_service.rpc.fronts.answering import CallDetails, Calls
+from tinyloop_service.rpc.fronts.claim import claim, written
 from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
 from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.settings import ServerSettings
@@ -71,7 +71,7 @@ class Fronts:
 
     def add_insecure_port(self, address: str) -> int:
         """Raises OSError where it cannot be had."""
-        self._claimed = _claim(address)
+        self._claimed = claim(address)
         return int(self._claimed[0].getsockname()[1])
 
     def add_secure_port(self, address: str, server_credentials: object) -> int:
@@ -111,7 +111,7 @@ class Fronts:
         """Raises InvalidArgument; then nothing of it is left."""
         front = _Front(self._find)
         try:
-            await front.start(list(map(_written, self._claimed)), self._settings, self._callers())
+            await front.start(list(map(written, self._claimed)), self._settings, self._callers())
         except BaseException:
             await front.stop(None)
             raise
@@ -251,46 +251,3 @@ class _Front:
     def _settle(self, field: str, wrong: str) -> None:
         if not self._started.done():
             self._started.set_result((field, wrong))
-
-
-def _claim(address: str) -> list[socket.socket]:
-    """Sockets that keep a port for fronts to share, and do not listen: one for each place that the address stands for,
-    but for those that cannot be had.  Raises OSError where none can."""
-    claimed: list[socket.socket] = []
-    failure = OSError("no place")
-    for family, place in places(address):
-        port = claimed[0].getsockname()[1] if claimed else place[1]
-        try:
-            claimed.append(_claim_place(family, (place[0], port, *place[2:])))
-        except OSError as error:
-            failure = error
-    if not claimed:
-        raise failure
-    return claimed
-
-
-def _claim_place(family: int, place: Any) -> socket.socket:
-    """Linux lets sockets that may reuse an address have one that nobody listens at: this one may until it has it, for
-    ended connections may linger, and then shares it with those alone that share theirs.  Of two who ask at once for a
-    port by its number one gets it, the one that listens first, for a moment."""
-    claimed = socket.socket(family)
-    try:
-        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        claimed.bind(place)
-        is_named = place[1] != 0
-        if is_named:
-            claimed.listen(1)
-        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if is_named:
-            claimed.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        claimed.close()
-        raise
-    return claimed
-
-
-def _written(claimed: socket.socket) -> str:
-    """The place of a socket, as gRPC takes it."""
-    host, port = claimed.getsockname()[:2]
-    return f"[{host}]:{port}" if claimed.family == socket.AF_INET6 else f"{host}:{port}"
