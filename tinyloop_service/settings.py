@@ -264,7 +264,7 @@ def _with_cache_mode(environment: Mapping[str, str]) -> Mapping[str, str]:
     if named and named != mode.value:
         switches = " and ".join(on)
         raise InvalidArgument(
-            _CACHE_MODE, f"{named!r} given (--cache-mode), but {switches} on means {mode.value}; leave one of them out"
+            _CACHE_MODE, f"{named!r} given, but {switches} on means {mode.value}; leave one of them out"
         )
     return {**environment, _CACHE_MODE: mode.value}
 

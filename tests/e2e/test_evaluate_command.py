@@ -126,7 +126,7 @@ def test_what_the_models_cannot_do_is_one_error(tiny: Path, book: Path, tmp_path
     tinyloop("init", "--size", "tiny", mute)
     assert "mute.tinyloop has no tokenizer" in one_error(tinyloop("evaluate", mute, "--text", book, status=1))
     deep = tinyloop("evaluate", tiny, "--text", book, "--depths", "17", status=1)
-    assert "depths: hold 17, expected 1 to 16" in one_error(deep)
+    assert "--depths: hold 17, expected 1 to 16" in one_error(deep)
     book.write_text("")
     assert "book.txt has 0 tokens to predict" in one_error(tinyloop("evaluate", tiny, "--text", book, status=1))
     mute.write_bytes(b"GGUF" + bytes(100))

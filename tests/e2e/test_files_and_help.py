@@ -76,6 +76,36 @@ def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
     assert "Usage: tinyloop" in done.err
 
 
+@pytest.mark.parametrize(
+    ("variables", "arguments", "named"),
+    [
+        ({}, "serve --grpc-processes x", "Error: --grpc-processes: 'x' given"),
+        ({"GRPC_PROCESSES": "x"}, "serve", "Error: TINYLOOP_GRPC_PROCESSES: 'x' given"),
+        ({"GRPC_PROCESSES": "1"}, "serve --grpc-processes 65", "Error: --grpc-processes: 65 given"),
+        ({"GRPC_PROCESSES": "65"}, "serve --threads 1", "Error: TINYLOOP_GRPC_PROCESSES: 65 given"),
+        ({"TRACE_SHARE": "3"}, "serve", "Error: TINYLOOP_TRACE_SHARE: 3.0 given"),  # there is no flag
+        ({"KV_INT8": "1"}, "serve --cache-mode fp16", "Error: --cache-mode: 'fp16' given, but TINYLOOP_KV_INT8 on"),
+        ({}, "serve --drain-grace -1", "Error: --drain-grace: -1.0 given"),
+        ({}, "serve --tokens-file /no/such/file", "error: --tokens-file: /no/such/file: No such file"),
+        ({"TOKENS_FILE": "/no/such/file"}, "serve", "error: TINYLOOP_TOKENS_FILE: /no/such/file: No such file"),
+        ({}, "bench --kv-memory 1", "error: --kv-memory: 1 bytes given"),
+        ({"KV_MEMORY": "1"}, "bench", "error: TINYLOOP_KV_MEMORY: 1 bytes given"),
+        ({}, "model --client-cert x", "Error: --client-cert: one of client_cert and client_key given"),
+        ({"TOKEN": "a b"}, "model", "error: TINYLOOP_TOKEN: is no bearer token"),
+        ({}, "model --tls-ca /dev/null", "error: --tls-ca: /dev/null holds no certificate"),
+        ({}, "generate x --temperature nan", "error: --temperature: is nan"),
+        ({}, "generate x --stop=", "error: stop_sequences[0]: is empty"),  # given by two flags
+    ],
+)
+def test_an_error_names_the_flag_or_the_variable_that_was_given(
+    variables: dict[str, str], arguments: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"TINYLOOP_{name}", value)
+    last = tinyloop(*arguments.split(), status=None).err.splitlines()[-1]
+    assert last.startswith(named)
+
+
 def test_no_server_is_one_line_and_a_way_out() -> None:
     done = tinyloop("prefix", "list", "--target", "127.0.0.1:1", status=1)
     [line] = done.err.strip().splitlines()

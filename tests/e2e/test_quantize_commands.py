@@ -165,11 +165,15 @@ def test_wrong_usage_writes_nothing(
         ("mute.tinyloop out --method gptq --calibration input.txt", TEXT, "no tokenizer"),
         ("mute.tinyloop out --method gptq --calibration input.json", TEXT, "is not JSON"),
         ("mute.tinyloop out --method gptq --calibration input.json", json.dumps([[9] * 300, [512]]), "the id 512"),
-        ("fp16.tinyloop out --method gptq --calibration input.txt --window-tokens 257", TEXT, "window_tokens: is 257"),
+        (
+            "fp16.tinyloop out --method gptq --calibration input.txt --window-tokens 257",
+            TEXT,
+            "--window-tokens: is 257",
+        ),
         (
             "fp16.tinyloop out --method gptq --calibration input.txt --loops 17 --windows 1",
             TEXT,
-            "depth_weights: are 17",
+            "--depth-weights: are 17",
         ),
         ("int4.tinyloop out --method rtn", "", "model: is INT4 already"),
         ("input.txt out --method rtn", "GGUF" * 20, "input.txt is not a whole safetensors file"),

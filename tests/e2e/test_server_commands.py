@@ -88,7 +88,7 @@ def test_choices_are_reproducible(server: Server) -> None:
 
 def test_a_refused_value_names_its_field(server: Server) -> None:
     done = server.run("generate", "x", "--temperature", "nan", status=1)
-    assert done.err.startswith("error: temperature")
+    assert done.err.startswith("error: --temperature")
 
 
 def test_model_shows_what_the_server_runs(server: Server, tiny: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_health_port_says_ready(server: Server) -> None:
 def test_a_taken_port_is_refused(server: Server, tiny: Path) -> None:
     command = ("serve", "--model", tiny, "--listen", server.address, "--health-listen", "none")
     [line] = tinyloop_process(*command, status=1).err.splitlines()
-    assert line.startswith(f"error: listen: cannot listen on {server.address}: Address already in use")
+    assert line.startswith(f"error: --listen: cannot listen on {server.address}: Address already in use")
 
 
 def test_a_create_without_a_server_is_one_line() -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
+from tinyloop_service.cli.options import as_given, named_as_given
 from tinyloop_service.client import AsyncClient, Client, Tls
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.settings import ClientSettings
@@ -58,6 +59,7 @@ class Connection:
 def client_options(command: F) -> F:
     """--target, --timeout and what TLS and tokens need; the command takes one argument `server`, a Connection."""
 
+    @named_as_given
     @functools.wraps(command)
     def call(*, target: str, timeout: float | None, **given: Any) -> Any:
         own = {name: given.pop(name) for name in (*_FLAGS, *_SWITCHES)}
@@ -85,7 +87,7 @@ def _connection(target: str, timeout: float | None, given: dict[str, Any]) -> Co
     try:
         settings = ClientSettings.from_environment(environment)
     except InvalidArgument as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(str(as_given(error))) from None
     return Connection(target, timeout, _tls(settings), _token(settings), settings.affinity)
 
 

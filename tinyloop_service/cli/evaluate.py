@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinyloop_service.cli import output
-from tinyloop_service.cli.options import json_option
+from tinyloop_service.cli.options import json_option, named_as_given
 from tinyloop_service.errors import install
 from tinyloop_service.types import CacheMode
 
@@ -91,6 +91,7 @@ def parse_cache_modes(value: str | tuple[CacheMode, ...]) -> tuple[CacheMode, ..
 @click.option("--save", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures here, a .json file.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw them here: .svg, .png or .pdf.")
 @json_option
+@named_as_given
 def evaluate(
     paths: tuple[Path, ...],
     texts: tuple[Path, ...],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from tinyloop_service.arguments import MAX_TTL_NS
 from tinyloop_service.errors import InvalidArgument
@@ -83,6 +85,7 @@ def settings_options(*names: str) -> Callable[[F], F]:
     """One flag per setting, in order; the command takes them as keyword arguments, None where not given."""
 
     def decorate(command: F) -> F:
+        command = named_as_given(command)
         for name in reversed(names):
             flag = "--" + name.removesuffix("_s").replace("_", "-")
             if name in SETTING_SWITCHES:
@@ -100,7 +103,32 @@ def read_settings(given: Mapping[str, object]) -> Settings:
     try:
         return Settings.from_environment({**os.environ, **flags})
     except InvalidArgument as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(str(as_given(error))) from None
+
+
+def named_as_given(command: F) -> F:
+    """The command, whose errors name what is wrong as it was given: by a flag, or by a variable."""
+
+    @functools.wraps(command)
+    def call(**given: Any) -> Any:
+        try:
+            return command(**given)
+        except InvalidArgument as error:
+            raise as_given(error) from None
+
+    return call  # type: ignore[return-value]
+
+
+def as_given(error: InvalidArgument) -> InvalidArgument:
+    """`error` under the flag of the running command, or the variable, that its field was given by; of a default, under
+    the flag.  A field that has neither keeps its name."""
+    context = click.get_current_context()
+    name = error.field.removeprefix("TINYLOOP_").lower().replace(".", "_")
+    variable = f"TINYLOOP_{name.upper()}"
+    options = {option.name: option.opts[0] for option in context.command.params if isinstance(option, click.Option)}
+    by_variable = context.get_parameter_source(name) is not ParameterSource.COMMANDLINE and os.environ.get(variable)
+    named = variable if by_variable else options.get(name, error.field)
+    return InvalidArgument(named, error.description)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")

@@ -10,7 +10,7 @@ import click
 
 from tinyloop_service.cli import output
 from tinyloop_service.cli.made import layer_table, made_facts
-from tinyloop_service.cli.options import json_option
+from tinyloop_service.cli.options import json_option, named_as_given
 
 if TYPE_CHECKING:
     from tinyloop_service.engine.weights import ModelWeights
@@ -88,6 +88,7 @@ def parse_weights(context: click.Context, parameter: click.Parameter, value: str
 )
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 @json_option
+@named_as_given
 def quantize(source: Path, target: Path, force: bool, as_json: bool, **given: Any) -> None:
     """Make an INT4 model of an fp16 model.
 

@@ -114,11 +114,12 @@ def credentials(tls: TlsChoice) -> grpc.ChannelCredentials | None:
         return None
     if isinstance(tls, grpc.ChannelCredentials):
         return tls
+    field = "tls.ca" if isinstance(tls, Tls) else "tls"
     if not isinstance(tls, Tls):
         tls = Tls(ca=None if tls is True else tls)
     ca, cert, key = (None if path is None else Path(path).read_bytes() for path in (tls.ca, tls.cert, tls.key))
     if ca is not None and b"-----BEGIN CERTIFICATE-----" not in ca:
-        raise InvalidArgument("tls", f"{tls.ca} holds no certificate in PEM; give the file of who signed the server's")
+        raise InvalidArgument(field, f"{tls.ca} holds no certificate in PEM; give the file of who signed the server's")
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 
