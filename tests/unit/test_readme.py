@@ -135,6 +135,13 @@ def test_every_command_is_in_the_table() -> None:
     assert set(re.findall(r"`(?:tinyloop prefix )?(\w+)`", row[0])) == set(prefix.commands)
 
 
+def test_the_line_that_runs_one_file_of_tests_finds_some() -> None:
+    [(python, path, words)] = re.findall(r"`(\S+) -m pytest (\S+)`[^`]*`-k (\w+)`", README)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert python == ".venv/bin/python" and "VENV := .venv\n" in makefile and "$(BIN)/python -m pytest" in makefile
+    assert re.search(rf"^(?:async )?def test_\w*{words}", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def test_every_path_of_the_map_exists() -> None:
     places = (ROOT, ROOT / "tinyloop_service", ROOT / "tinyloop_service" / "engine")
     tree = page("map").split("```")[1]
