@@ -1,9 +1,10 @@
 """The wiring of a front, a process that speaks gRPC before the engine's (rpc/fronts): pipe → relay → gRPC server.
 
-    python -m tinyloop_service.front FD
+    python -m tinyloop_service.front --listen ADDRESS ... --fd FD
 
-is started by the engine's process, with one end of a socket pair as FD.  It ends when that tells it to, or is gone;
-signals, which a terminal or a supervisor sends to all processes of a group, are for that one to answer.
+is started by the engine's process, with one end of a socket pair as FD; where it listens it is told through that, and
+the command line has it for who looks at processes.  It ends when that process tells it to, or is gone; signals, which a
+terminal or a supervisor sends to all processes of a group, are for that one to answer.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _leave() -> None:
 def main() -> None:
     ignore_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # whoever starts this blocks them, until here
-    asyncio.run(_run(socket.socket(fileno=int(sys.argv[1]))))
+    asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1]))))
 
 
 if __name__ == "__main__":

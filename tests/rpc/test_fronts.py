@@ -52,6 +52,10 @@ def children(pid: int) -> set[int]:
     return {int(word) for word in text.split() if Path(f"/proc/{word}/cmdline").read_bytes()}
 
 
+def command_line(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
 def living(pids: set[int]) -> set[int]:
     return {pid for pid in pids if Path(f"/proc/{pid}").exists()}
 
@@ -93,6 +97,12 @@ async def test_every_front_answers() -> None:
             messages = await collect(stub.Generate(request(5, 6)))
             assert tuple(t for m in messages for t in m.delta.token_ids) == expected_tokens((5, 6), 20)
             await channel.close()
+
+
+async def test_a_list_of_processes_says_what_a_front_is_and_where_it_listens() -> None:
+    async with serving(grpc_processes=1) as served:
+        (front,) = fronts_of(served)
+        assert command_line(pid_of(front))[1:6] == ["-P", "-m", "tinyloop_service.front", "--listen", served.address]
 
 
 async def test_a_front_that_is_killed_takes_its_calls_along_and_no_other_and_is_started_anew(

@@ -169,7 +169,7 @@ class _Front:
     async def start(self, addresses: list[str], settings: ServerSettings, callers: frozenset[bytes] | None) -> None:
         """Returns when it listens.  Raises InvalidArgument when it cannot; `stop` is still to be called."""
         try:
-            await self._spawn()
+            await self._spawn(addresses)
         except OSError as error:
             what = f"a process that speaks gRPC cannot be started: {error.strerror}; allow more of them, or give 0"
             raise InvalidArgument("grpc_processes", what) from None
@@ -215,7 +215,7 @@ class _Front:
                 await self._process.wait()
         self._pipe.close()
 
-    async def _spawn(self) -> None:
+    async def _spawn(self, addresses: list[str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             await self._pipe.open(ours)  # if anything is cancelled from here on, it closes, and a process ends with it
@@ -223,7 +223,7 @@ class _Front:
             signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # which it inherits, until it ignores them
             try:
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()),
+                    sys.executable, "-P", "-m", _MODULE, "--listen", *addresses, "--fd", str(theirs.fileno()),
                     stdin=DEVNULL, stdout=DEVNULL, pass_fds=[theirs.fileno()], env=known,
                 )  # fmt: skip
             finally:
