@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -189,3 +192,43 @@ def test_bench_in_a_cache_mode_shows_its_bytes(tiny: Path) -> None:
     done = tinyloop("bench", "--model", tiny, "--cache-mode", "h-int4", *small)
     assert "108.0 KiB (h-int4)" in done.out, "2 pages of 9216 bytes in each of 6 layers"
     assert "768.0 KiB while requests read it" in done.out
+
+
+INTERRUPTED_WHILE = """
+import os, runpy, signal, sys
+class Finder:  # Ctrl-C comes when {module} is imported
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+sys.argv = ["tinyloop", "inspect", "/no/such/file"]
+"""
+BY_SCRIPT = "from tinyloop_service.cli import main; main()"
+BY_MODULE = "runpy.run_module('tinyloop_service.cli', run_name='__main__', alter_sys=False)"
+
+
+def interrupted(module: str, way: str, **options: object) -> tuple[int, str]:
+    code = INTERRUPTED_WHILE.format(module=module) + way
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+    return done.returncode, done.stderr.strip()
+
+
+@pytest.mark.parametrize("way", [BY_SCRIPT, BY_MODULE])
+@pytest.mark.parametrize("module", ["click", "grpc", "tinyloop_service.cli.top", "tinyloop_service.engine.weights"])
+def test_ctrl_c_while_a_command_imports_what_it_needs_ends_it_quietly(module: str, way: str) -> None:
+    assert interrupted(module, way) == (130, "")
+
+
+def test_a_command_that_ignores_ctrl_c_from_the_start_goes_on_ignoring_it() -> None:
+    """As one that a shell has put into the background."""
+    status, said = interrupted("grpc", BY_SCRIPT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert status == 1 and said.startswith("error: /no/such/file")
+
+
+def test_who_imports_the_command_has_his_ctrl_c_back() -> None:
+    check = (
+        "from tinyloop_service.cli import main; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    )
+    done = subprocess.run([sys.executable, "-c", f"import signal; {check}"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import time
 from pathlib import Path
 
 import pytest
 from command_harness import ROOT, Done, Server, tinyloop
+from kept_signals import kept_signals
 
 from tinyloop_service.cli import load as command
 from tinyloop_service.errors import TinyLoopError, install
@@ -101,6 +104,20 @@ async def test_a_process_that_is_gone_is_said_so(server: Server) -> None:
         process.join()
         with pytest.raises(TinyLoopError, match="ended by itself"):
             await fleet.drive(job, lambda counted: None)
+
+
+def test_ctrl_c_while_its_processes_start_ends_them_quietly(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
+    workload = parse_workload("x", {"about": "x", "prefixes": 1, "prefix_len": 8, "suffix_len": 1, "output_len": 1})
+    with kept_signals():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # processes would inherit that it is ignored
+        fleet = Processes(2, Endpoint(server.address), workload, 0, Vocabulary(512, ()))
+    for process in fleet._processes:
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGINT)
+    for process in fleet._processes:
+        process.join(30)
+    assert [process.exitcode for process in fleet._processes] == [0, 0] and capfd.readouterr().err == ""
+    fleet._stop()
 
 
 def test_text_and_a_sweep_in_process(tiny: Path) -> None:

@@ -27,7 +27,7 @@ NAMED = ("create_prefix", "get_prefix", "list_prefixes", "update_prefix", "delet
 
 def test_what_is_exported_is_what_is_listed() -> None:
     modules = {name for name, value in vars(tinyloop_service).items() if inspect.ismodule(value)}
-    public = {name for name in vars(tinyloop_service) if not name.startswith("_")} - modules
+    public = {name for name in dir(tinyloop_service) if not name.startswith("_")} - modules
     assert public == set(tinyloop_service.__all__)
     assert list(tinyloop_service.__all__) == sorted(tinyloop_service.__all__)
 
@@ -77,7 +77,20 @@ def test_the_documented_order_of_generation_parameters() -> None:
         assert positional == ["self", first, *order]
 
 
-def test_importing_the_package_loads_no_engine() -> None:
-    code = "import sys, tinyloop_service; print([m for m in ('onnxruntime', 'onnx', 'torch') if m in sys.modules])"
+def test_what_is_not_exported_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'tinyloop_service' has no attribute 'nothing'"):
+        tinyloop_service.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("statement", "others"),
+    [
+        ("from tinyloop_service import *", "onnxruntime onnx torch"),
+        ("import tinyloop_service", "grpc numpy tinyloop_service.errors"),
+        ("import tinyloop_service.front", "numpy tinyloop_service.client tinyloop_service.model"),
+    ],
+)
+def test_what_is_imported_loads_no_more_than_it_needs(statement: str, others: str) -> None:
+    code = f"{statement}\nimport sys; print([m for m in {others.split()} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -12,6 +12,21 @@ Exit status: 0 done, 1 refused or failed (one line says why and what to do), 2 w
 128 + number another signal.
 """
 
-from tinyloop_service.cli.main import main
+import os
+import signal
+import threading
+
+INTERRUPTED = 130
+
+# Ctrl-C while what commands need is imported, the better part of a second, is no error of anybody's: no traceback.
+_meaning = signal.getsignal(signal.SIGINT)
+_is_ours = _meaning is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+if _is_ours:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+try:
+    from tinyloop_service.cli.main import main
+finally:
+    if _is_ours:
+        signal.signal(signal.SIGINT, _meaning)
 
 __all__ = ["main"]

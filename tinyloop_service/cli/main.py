@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from tinyloop_service.cli import output
+from tinyloop_service.cli import INTERRUPTED, output
 from tinyloop_service.cli.bench import bench
 from tinyloop_service.cli.commands import Commands
 from tinyloop_service.cli.demo import demo
@@ -24,7 +24,6 @@ from tinyloop_service.cli.token import token
 from tinyloop_service.cli.top import top
 from tinyloop_service.errors import TinyLoopError, Unauthenticated, Unavailable
 
-INTERRUPTED = 130
 _WAYS_OUT = {
     Unavailable: "; is it running, and does it speak TLS (--tls-ca)?  Start one with `tinyloop serve`, or name another "
     "with --target",

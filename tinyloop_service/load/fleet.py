@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Protocol, Self
@@ -29,6 +31,7 @@ from tinyloop_service.load.workload import Workload
 
 TELL_S = 0.25
 LEAVE_S = 5.0  # for all processes to end by themselves
+_INTERRUPT = {signal.SIGINT}
 _ENDED = "a process of the load test ended by itself; what it said is above"
 
 
@@ -96,13 +99,18 @@ class Processes:
         self._threads = ThreadPoolExecutor(count, "tinyloop-load")
         self._ends: list[Connection] = []
         self._processes = []
-        for _ in range(count):
-            mine, theirs = spawn.Pipe()
-            arguments = (theirs, endpoint, workload, seed, vocabulary)
-            self._processes.append(spawn.Process(target=_main, args=arguments, daemon=True))
-            self._processes[-1].start()
-            theirs.close()
-            self._ends.append(mine)
+        resource_tracker.ensure_running()  # its start lets signals through
+        signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPT)  # which they inherit, until they can answer one
+        try:
+            for _ in range(count):
+                mine, theirs = spawn.Pipe()
+                arguments = (theirs, endpoint, workload, seed, vocabulary)
+                self._processes.append(spawn.Process(target=_main, args=arguments, daemon=True))
+                self._processes[-1].start()
+                theirs.close()
+                self._ends.append(mine)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPT)
 
     async def drive(self, job: Job, show: Callable[[Counted], None]) -> tuple[Driven, ...]:
         counted = [Counted() for _ in self._ends]
@@ -169,6 +177,7 @@ async def _tell(driver: Driver, show: Callable[[Counted], None]) -> None:
 def _main(end: Connection, endpoint: Endpoint, workload: Workload, seed: int, vocabulary: Vocabulary) -> None:
     """Of a spawned process."""
     with suppress(KeyboardInterrupt):  # the first process says what happened
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPT)
         asyncio.run(_work(end, endpoint, Prompts(workload, seed, vocabulary)))
 
 
