@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import pytest
 from command_harness import Server, eventually, serving, start, tinyloop, tinyloop_process
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tinyloop_service import Client
+from tinyloop_service import Client, QueueFull
 from tinyloop_service.pb import generation_pb2, generation_pb2_grpc
 
 IDS = "1,2,3,4,5,6,7,8,9,10"
@@ -111,6 +115,57 @@ def test_a_taken_port_is_refused(server: Server, tiny: Path) -> None:
 def test_a_create_without_a_server_is_one_line() -> None:
     done = tinyloop_process("prefix", "create", "p", "text", "--target", "127.0.0.1:1", status=1)
     assert "cannot be reached" in done.err and "Traceback" not in done.err and "never retrieved" not in done.err
+
+
+@contextmanager
+def breaking_off(status: grpc.StatusCode) -> Iterator[str]:
+    """The address of a server whose every stream has two tokens, and then ends with this status."""
+
+    def answer(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        started = generation_pb2.GenerateResponse(started=generation_pb2.Started(seed=7))
+        delta = generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=[5, 6], text="so it"))
+        yield from (started.SerializeToString(), delta.SerializeToString())
+        context.abort(status, "Socket closed")
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    methods = {"Generate": grpc.unary_stream_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tinyloop.v1.GenerationService", methods),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield address
+    server.stop(None).wait()
+
+
+LOST = (
+    "error: after 2 tokens the connection to the server was lost: Socket closed; run it again once the server is back"
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "options", "out", "said"),
+    [
+        ("UNAVAILABLE", (), "so it\n", f"{LOST}\n"),
+        ("UNAVAILABLE", ("--ids",), "5 6\n", f"{LOST}\n"),
+        ("UNAVAILABLE", ("--temperature", "1"), "so it\n", f"{LOST}, with --seed 7 for the same tokens\n"),
+        (
+            "DEADLINE_EXCEEDED",
+            (),
+            "so it\n",
+            "error: after 2 tokens the time limit ran out before the answer was complete\n",
+        ),
+    ],
+)
+def test_a_stream_that_breaks_off_ends_its_line_and_says_after_how_much(
+    status: str, options: tuple[str, ...], out: str, said: str
+) -> None:
+    with breaking_off(grpc.StatusCode[status]) as address:
+        done = tinyloop("generate", "x", "--target", address, *options, status=1)
+    assert (done.out, done.err) == (out, said)
+
+
+def test_what_a_server_says_of_itself_is_no_question_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "model", mock.Mock(side_effect=QueueFull("queue full: 8 requests wait; try again")))
+    assert tinyloop("model", status=1).err == "error: queue full: 8 requests wait; try again\n"
 
 
 def test_ctrl_c_ends_a_command_with_130(server: Server) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from tinyloop_service.app import App
 from tinyloop_service.client import AsyncClient, Client
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.loading import LoadedModel
+from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.settings import SchedulerSettings, Settings
 
 
@@ -113,6 +115,36 @@ async def test_a_server_that_is_not_there() -> None:
     async with AsyncClient("127.0.0.1:1", timeout=20) as client:
         with pytest.raises(errors.Unavailable, match="cannot be reached"):
             await client.delete_prefix("p")  # a method that is not retried
+
+
+async def test_a_stream_that_breaks_says_that_it_was_there() -> None:
+    """What its caller has is no answer of a server that cannot be reached, and none that has not begun."""
+    ends = iter([grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED] * 2)
+
+    async def answer(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> AsyncIterator[bytes]:
+        yield g.GenerateResponse(started=g.Started()).SerializeToString()
+        yield g.GenerateResponse(delta=g.Delta(token_ids=[1])).SerializeToString()
+        await context.abort(next(ends), "Socket closed")
+
+    server = grpc.aio.server()
+    methods = {"Generate": grpc.unary_stream_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tinyloop.v1.GenerationService", methods),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    lost, late = "^the connection to the server was lost: Socket closed", "ran out before the answer was complete"
+
+    def work() -> None:
+        with Client(address, timeout=20) as client:
+            for error, words in ((errors.Unavailable, lost), (errors.DeadlineExceeded, late)):
+                with pytest.raises(error, match=words):
+                    list(client.stream(PROMPT))
+
+    async with AsyncClient(address, timeout=20) as client:
+        for error, words in ((errors.Unavailable, lost), (errors.DeadlineExceeded, late)):
+            with pytest.raises(error, match=words):
+                [_ async for _ in client.stream(PROMPT)]
+    await asyncio.to_thread(work)
+    await server.stop(None)
 
 
 async def test_calls_that_a_closing_server_has_not_taken_are_sent_again_or_say_so() -> None:

@@ -15,6 +15,7 @@ from tinyloop_service.cli.connection import Connection, client_options
 from tinyloop_service.cli.options import input_options, json_option, parse_token_ids, read_input
 from tinyloop_service.client import Client
 from tinyloop_service.completion import Completion, Delta
+from tinyloop_service.errors import TinyLoopError, Unavailable
 from tinyloop_service.types import TokenIds
 
 
@@ -108,14 +109,26 @@ def _print_stream(client: Client, request: dict[str, Any], ids: bool) -> None:
     stream = client.stream(**request)
     with output.waiting("reading the prompt"):
         first = list(itertools.islice(stream, 1))
-    for last in itertools.chain(first, stream):
-        kept.extend(last.token_ids)
-        if not ids and last.text:
-            shown_text = True
-            click.echo(last.text, nl=False)
+    try:
+        for last in itertools.chain(first, stream):
+            kept.extend(last.token_ids)
+            if not ids and last.text:
+                shown_text = True
+                click.echo(last.text, nl=False)
+    except TinyLoopError as error:
+        if kept:
+            click.echo("" if shown_text else " ".join(map(str, kept)))
+        raise _cut_short(error, len(kept), last.seed if last and request["temperature"] else None) from None
     click.echo("" if shown_text else " ".join(map(str, kept)))
     if last is not None and output.err.is_terminal:
         output.err.print(Text(_summary(last, time.monotonic() - began), style="dim"))
+
+
+def _cut_short(error: TinyLoopError, num_tokens: int, seed: int | None) -> TinyLoopError:
+    """What to say of a stream that broke off; `seed`: of tokens that were drawn."""
+    again = "" if seed is None else f", with --seed {seed} for the same tokens"
+    way_out = f"; run it again once the server is back{again}" if type(error) is Unavailable else ""
+    return TinyLoopError(f"after {num_tokens} tokens {error}{way_out}")
 
 
 def _summary(last: Delta, elapsed_s: float) -> str:

@@ -29,7 +29,9 @@ _WAYS_OUT = {
     "with --target",
     Unauthenticated: "; set TINYLOOP_TOKEN, or give --token-file",
 }
-_TLS_WAYS_OUT = {  # by what gRPC says of a handshake
+_SPECIAL_WAYS_OUT = {  # by what the clients say of a stream, and gRPC of a handshake
+    "the connection to the server was lost": "; run it again once the server is back",
+    "the answer was cut off": "; run it again once the server is back",
     "WRONG_VERSION_NUMBER": "; it does not speak TLS: leave out --tls, --tls-ca and their variables",
     "CERTIFICATE_VERIFY_FAILED": "; its certificate is signed by none of those trusted: give who signed it by --tls-ca",
     "Hostname Verification Check failed": "; its certificate is for other names: use one of them in --target",
@@ -100,9 +102,8 @@ def _status(arguments: list[str] | None) -> int:
 
 def _way_out(error: Exception) -> str:
     """What to do about an error of a connection; nothing for those that say it themselves."""
-    if isinstance(error, Unavailable):
-        return next((way for sign, way in _TLS_WAYS_OUT.items() if sign in str(error)), _WAYS_OUT[Unavailable])
-    return _WAYS_OUT.get(type(error), "")
+    way = _WAYS_OUT.get(type(error), "")
+    return next((way for sign, way in _SPECIAL_WAYS_OUT.items() if sign in str(error)), way) if way else ""
 
 
 def _file_trouble(error: OSError) -> str:

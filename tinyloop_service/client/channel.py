@@ -138,13 +138,14 @@ def metadata(token: str | None, prefix: str | None) -> list[tuple[str, str]]:
     return [*headers, (PREFIX_KEY, prefix)] if prefix else headers
 
 
-def exception_of(error: Any, content_field: str, *, closed: bool) -> TinyLoopError:
-    """The exception for a failed call; `content_field`: what the Python caller calls the request's input."""
+def exception_of(error: Any, content_field: str, *, closed: bool, has_begun: bool = False) -> TinyLoopError:
+    """The exception for a failed call; `content_field`: what the Python caller calls the request's input; `has_begun`:
+    some of the answer has come."""
     code, message = error.code(), error.details() or ""
     if closed and code is grpc.StatusCode.CANCELLED:
         return closed_error()
     trailers: Iterable[Any] = error.trailing_metadata() or ()
-    meant = to_exception(code, message, [(key, value) for key, value in trailers])
+    meant = to_exception(code, message, [(key, value) for key, value in trailers], has_begun=has_begun)
     if isinstance(meant, InvalidArgument):
         return InvalidArgument(_python_field(meant.field, content_field), meant.description)
     return meant

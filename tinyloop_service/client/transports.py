@@ -30,18 +30,22 @@ def _stubs(connected: Any) -> dict[str, Any]:
 class Messages(Iterator[Any]):
     """The messages of one stream, errors turned into exceptions; cancels the call when it is dropped."""
 
-    def __init__(self, call: Any, failed: Callable[[grpc.RpcError], TinyLoopError]) -> None:
+    def __init__(self, call: Any, failed: Callable[[grpc.RpcError, bool], TinyLoopError]) -> None:
+        """failed: the exception for an error; told whether a message had come before it."""
         self._call = call
         self._failed = failed
+        self._has_begun = False
         self._cancel = weakref.finalize(self, call.cancel)
 
     def __next__(self) -> Any:
         if not self._cancel.alive:
             raise StopIteration
         try:
-            return next(self._call)
+            message = next(self._call)
         except grpc.RpcError as error:
-            raise self._failed(error) from None
+            raise self._failed(error, self._has_begun) from None
+        self._has_begun = True
+        return message
 
     def close(self) -> None:
         self._cancel()
@@ -77,7 +81,7 @@ class Transport:
         self._check_open()
         headers = channel.metadata(self._token, call.prefix)
         started = self._method(call)(call.request, timeout=self._timeout, metadata=headers)
-        return Messages(started, lambda error: self._exception(error, call))
+        return Messages(started, lambda error, has_begun: self._exception(error, call, has_begun))
 
     @property
     def is_inherited(self) -> bool:
@@ -116,8 +120,8 @@ class Transport:
     def _method(self, call: Call) -> Any:
         return getattr(self._stubs[call.service], call.method)
 
-    def _exception(self, error: grpc.RpcError, call: Call) -> TinyLoopError:
-        return channel.exception_of(error, call.content_field, closed=self._closed)
+    def _exception(self, error: grpc.RpcError, call: Call, has_begun: bool = False) -> TinyLoopError:
+        return channel.exception_of(error, call.content_field, closed=self._closed, has_begun=has_begun)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -160,12 +164,14 @@ class AsyncTransport:
                 response = await self._call_all(step)
 
     async def stream(self, call: Call) -> AsyncGenerator[Any, None]:
-        started = self._start(call, self._timeout)
+        started, has_begun = self._start(call, self._timeout), False
         try:
             async for message in started:
+                has_begun = True
                 yield message
         except grpc.aio.AioRpcError as error:
-            raise channel.exception_of(error, call.content_field, closed=self._closed) from None
+            field = call.content_field
+            raise channel.exception_of(error, field, closed=self._closed, has_begun=has_begun) from None
         finally:
             started.cancel()  # nothing happens to one that is done
 

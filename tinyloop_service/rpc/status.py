@@ -88,12 +88,13 @@ def to_status(error: BaseException, request_id: str) -> Status:
     return Status(code, known.reason, message, tuple(trailers))
 
 
-def to_exception(code: grpc.StatusCode, message: str, trailers: Metadata) -> TinyLoopError:
-    """The exception that a server meant, or the nearest one where the status did not come from our server."""
+def to_exception(code: grpc.StatusCode, message: str, trailers: Metadata, *, has_begun: bool = False) -> TinyLoopError:
+    """The exception that a server meant, or the nearest one where the status did not come from our server.
+    has_begun: some of the answer is here."""
     found = _read_details(trailers)
     match found.reason and _BY_REASON.get(found.reason):
         case None | "":
-            return _foreign(code, message)
+            return _foreign(code, message, has_begun)
         case cls if issubclass(cls, errors.InvalidArgument):
             return errors.InvalidArgument(found.field, found.description)
         case cls if issubclass(cls, errors.Unavailable) and cls is not errors.ModelClosed:
@@ -169,9 +170,13 @@ def _read_details(trailers: Metadata) -> _Found:
     return found
 
 
-def _foreign(code: grpc.StatusCode, message: str) -> TinyLoopError:
+def _foreign(code: grpc.StatusCode, message: str, has_begun: bool) -> TinyLoopError:
     """A status that gRPC itself, a proxy or another server made."""
     match code:
+        case Code.DEADLINE_EXCEEDED if has_begun:
+            return errors.DeadlineExceeded("the time limit ran out before the answer was complete")
+        case Code.UNAVAILABLE if has_begun:
+            return errors.Unavailable(f"the connection to the server was lost: {message}")
         case Code.DEADLINE_EXCEEDED:
             return errors.DeadlineExceeded("the time limit ran out before the server answered")
         case Code.UNAVAILABLE:
