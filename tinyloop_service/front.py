@@ -25,7 +25,6 @@ from tinyloop_service.rpc.addresses import bind, serving_options
 from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
 from tinyloop_service.rpc.fronts.relay import Relay
 from tinyloop_service.rpc.tls import server_credentials
-from tinyloop_service.settings import ServerSettings
 from tinyloop_service.signals import ENDING, ignore_signals
 
 
@@ -47,12 +46,12 @@ async def _run(end: socket.socket) -> None:
     relay = Relay(pipe)
     await pipe.open(end)
     _, addresses, pickled = await orders.get()
-    settings: ServerSettings = pickle.loads(pickled)
+    settings, pems = pickle.loads(pickled)
     configure_logging(settings)
     server = grpc.aio.server(options=serving_options(settings, shared_port=True))
     server.add_generic_rpc_handlers((relay,))
     try:
-        credentials = server_credentials(settings)
+        credentials = server_credentials(settings, pems)
         for address in addresses:
             bind(server, address, credentials)
     except InvalidArgument as error:

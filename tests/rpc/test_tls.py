@@ -24,6 +24,7 @@ from tinyloop_service.client.channel import TlsChoice, credentials
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.pb import generation_pb2 as g
 from tinyloop_service.pb import generation_pb2_grpc, model_pb2, model_pb2_grpc
+from tinyloop_service.rpc.fronts import fleet
 
 
 @cache
@@ -168,6 +169,34 @@ async def test_half_a_change_changes_nothing_and_is_logged_once(files: Files, qu
         files.write("tls.crt", fresh.cert)
         assert await gets_in(served, files.client(ca="three", signer="two"))
         assert "PRIVATE" not in str(quiet_logs)
+
+
+async def test_a_front_that_starts_amid_a_change_has_the_last_pair_that_fitted(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_LOOK_EVERY_S", 0.05)
+    async with tls_serving(files.server("one"), grpc_processes=1) as served:
+        fleet_of = served.app._server
+        assert isinstance(fleet_of, fleet.Fronts) and fleet_of._certificates is not None
+
+        async def is_served_by_another(signer: str) -> bool:
+            (front,) = fleet_of._fronts.values()
+            assert front._process is not None
+            front._process.kill()
+            await until(lambda: fleet_of._fronts not in ({0: front}, {}))
+            return await gets_in(served, files.ca(signer))
+
+        fresh = authority("three").issue("server")
+        files.write("tls.crt", fresh.cert)
+        assert await is_served_by_another("one")
+        files.server("two")
+        await until(lambda: fleet_of._certificates.last.cert == (files.folder / "tls.crt").read_bytes())
+        (files.folder / "tls.key").unlink()
+        assert await is_served_by_another("two")
+        files.write("tls.key", fresh.key)
+        files.write("tls.crt", fresh.cert)
+        assert await gets_in(served, files.ca("three")), "what it was given does not keep it from reading"
+        assert await is_served_by_another("three")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 In: paths of PEM files.  Out: credentials for the port.  The files are read at every handshake; when they have changed
 and fit together, this handshake and all later ones use them, and connections that stand go on.  While they do not fit,
-a new certificate without its new key for example, the old ones stay in force, and the log says so once.
+a new certificate without its new key for example, the old ones stay in force, and the log says so once.  A process that
+starts meanwhile to listen at the same port (rpc/fronts) is given what was in force last.
 
 It refuses to know tokens: a client's certificate lets a connection in, a token says who calls.
 """
@@ -26,7 +27,7 @@ _log = structlog.get_logger("tinyloop.tls")
 
 
 @dataclass(frozen=True, slots=True)
-class _Pems:
+class Pems:
     """One reading of the files."""
 
     cert: bytes
@@ -52,60 +53,62 @@ class _Pems:
         return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.client_ca)
 
 
-class _Certificates:
+class Certificates:
     """The files, and what they held when they last fitted together."""
 
-    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        """Raises InvalidArgument when they cannot be read, or do not fit."""
-        self._paths = {"tls_cert": cert, "tls_key": key, "tls_client_ca": client_ca}
-        self._seen = self._read()
-        self._seen.check()
+    def __init__(self, settings: ServerSettings, last: Pems | None = None) -> None:
+        """last: as somebody else has seen them.  Raises InvalidArgument, where nobody has, when they cannot be read or
+        do not fit."""
+        self._settings = settings
         self._complaint = ""
-
-    @property
-    def first(self) -> grpc.ServerCertificateConfiguration:
-        return self._seen.configuration()
+        if last is None:
+            last = self._read()
+            last.check()
+        self.last = last
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
         """What gRPC asks before each handshake, from a thread of its own: the new ones; None: as before."""
+        return self.last.configuration() if self.look() else None
+
+    def look(self) -> bool:
+        """Whether they hold something new that fits together, which is then the last."""
         try:
             pems = self._read()
-            if pems == self._seen:
+            if pems == self.last:
                 self._complaint = ""
-                return None
+                return False
             pems.check()
         except InvalidArgument as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 _log.error("the old certificate stays", error=str(error))
-            return None
-        self._seen, self._complaint = pems, ""
+            return False
+        self.last, self._complaint = pems, ""
         _log.info("certificate read again")
-        return pems.configuration()
+        return True
 
-    def _read(self) -> _Pems:
-        cert, key, client_ca = (_read(name, path) for name, path in self._paths.items())
+    def _read(self) -> Pems:
+        cert, key, client_ca = (self._read_one(name) for name in ("tls_cert", "tls_key", "tls_client_ca"))
         assert cert is not None and key is not None
-        return _Pems(cert, key, client_ca)
+        return Pems(cert, key, client_ca)
+
+    def _read_one(self, name: str) -> bytes | None:
+        path: str | None = getattr(self._settings, name)
+        try:
+            return None if path is None else read_file(Path(path))
+        except OSError as error:
+            raise InvalidArgument(name, f"{path}: {error.strerror}; check the path") from None
 
 
-def server_credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    """None: plaintext.  Raises InvalidArgument for files that cannot be used."""
-    if settings.tls_cert is None or settings.tls_key is None:
+def server_credentials(settings: ServerSettings, last: Pems | None = None) -> grpc.ServerCredentials | None:
+    """None: plaintext.  `last`, and what is raised, as of `Certificates`."""
+    if settings.tls_cert is None:
         return None
-    client_ca = settings.tls_client_ca
-    files = _Certificates(Path(settings.tls_cert), Path(settings.tls_key), Path(client_ca) if client_ca else None)
+    files = Certificates(settings, last)
     changed: Any = files.changed  # the types of grpc do not know that None says "as before"
     return grpc.dynamic_ssl_server_credentials(
-        files.first, changed, require_client_authentication=client_ca is not None
+        files.last.configuration(), changed, require_client_authentication=settings.tls_client_ca is not None
     )
-
-
-def _read(name: str, path: Path | None) -> bytes | None:
-    try:
-        return None if path is None else read_file(path)
-    except OSError as error:
-        raise InvalidArgument(name, f"{path}: {error.strerror}; check the path") from None
 
 
 def _load_pair(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:

@@ -25,6 +25,7 @@ from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.rpc.fronts.answering import CallDetails, Calls
 from tinyloop_service.rpc.fronts.claim import claim, written
 from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
+from tinyloop_service.rpc.tls import Certificates, Pems
 from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.settings import ServerSettings
 from tinyloop_service.signals import ENDING
@@ -37,6 +38,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0  # before one that ended is started 
 _LOOK_EVERY_S = 5.0  # how they are, and whether the tokens have changed
 _MOST_UNANSWERED = 3  # looks, after which one is taken for hung
 _log = structlog.get_logger("tinyloop.fronts")
+
+Given = tuple[ServerSettings, Pems | None]  # None: plaintext
 
 
 class Fronts:
@@ -58,6 +61,7 @@ class Fronts:
         for interceptor in reversed(interceptors):
             self._find = partial(interceptor.intercept_service, self._find)
         self._claimed: list[socket.socket] = []
+        self._certificates: Certificates | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._fronts: dict[int, _Front] = {}  # that listen
 
@@ -75,7 +79,9 @@ class Fronts:
         return int(self._claimed[0].getsockname()[1])
 
     def add_secure_port(self, address: str, server_credentials: object) -> int:
-        """As without TLS; fronts read the files of certificates themselves."""
+        """As without TLS; fronts read the files of certificates themselves, and are given what these last held that
+        fitted together.  Raises InvalidArgument for files that cannot be used."""
+        self._certificates = Certificates(self._settings)
         return self.add_insecure_port(address)
 
     async def start(self) -> None:
@@ -87,6 +93,8 @@ class Fronts:
             if outcome is not None:
                 raise outcome
         self._keepers = [asyncio.create_task(self._keep(nth)) for nth in numbers]
+        if self._certificates is not None:
+            self._keepers.append(asyncio.create_task(self._follow(self._certificates)))
 
     async def stop(self, grace: float | None) -> None:
         """Take no more calls; those that run have so long to end."""
@@ -110,13 +118,23 @@ class Fronts:
     async def _start(self, nth: int) -> None:
         """Raises InvalidArgument; then nothing of it is left."""
         front = _Front(self._find)
+        pems = None
+        if self._certificates is not None:
+            await asyncio.to_thread(self._certificates.look)
+            pems = self._certificates.last
         try:
-            await front.start(list(map(written, self._claimed)), self._settings, self._callers())
+            await front.start(list(map(written, self._claimed)), (self._settings, pems), self._callers())
         except BaseException:
             await front.stop(None)
             raise
         self._fronts[nth] = front
         self._reachable(True)
+
+    async def _follow(self, certificates: Certificates) -> None:
+        """So that a front that starts while they do not fit together has the last that did."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.to_thread(certificates.look)
 
     async def _keep(self, nth: int) -> None:
         """See to it that there is an nth front, for as long as the server runs."""
@@ -166,7 +184,7 @@ class _Front:
         self._told: frozenset[bytes] | None = None
         self._num_unanswered = 0
 
-    async def start(self, addresses: list[str], settings: ServerSettings, callers: frozenset[bytes] | None) -> None:
+    async def start(self, addresses: list[str], settings: Given, callers: frozenset[bytes] | None) -> None:
         """Returns when it listens.  Raises InvalidArgument when it cannot; `stop` is still to be called."""
         try:
             await self._spawn(addresses)

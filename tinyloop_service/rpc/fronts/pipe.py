@@ -34,7 +34,7 @@ class Up:
 class Down:
     """To a front; what belongs to a call begins with its number."""
 
-    LISTEN: Final = 0  # addresses, ServerSettings pickled
+    LISTEN: Final = 0  # addresses, (ServerSettings, Pems or None) pickled
     MESSAGE: Final = 1  # number, message of the answer
     ENDED: Final = 2  # number, status code, its words, trailing metadata
     NEXT: Final = 3  # number: one more request is wanted
