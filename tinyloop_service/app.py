@@ -37,6 +37,7 @@ from tinyloop_service.registry.prefix_file import FilePrefix, read_prefixes
 from tinyloop_service.registry.starting import start_names
 from tinyloop_service.rpc.addresses import Server, listen
 from tinyloop_service.rpc.backend import Backend
+from tinyloop_service.rpc.fronts.fleet import Fronts
 from tinyloop_service.rpc.health import Health
 from tinyloop_service.rpc.server import make_health_server, make_server
 from tinyloop_service.rpc.tls import server_credentials
@@ -60,6 +61,7 @@ class App:
     """One server of one model.  `load` runs in a thread of its own."""
 
     def __init__(self, settings: Settings, load: Callable[[], LoadedModel]) -> None:
+        self._has_fronts_by_default = settings.server.grpc_processes is None
         self._settings = settings = replace(settings, server=_with_fronts(settings))
         self._load = load
         replica = settings.server.replica or socket.gethostname()
@@ -215,6 +217,7 @@ class App:
         await scheduler.start()
         limits = scheduler.limits
         self._scheduler = scheduler
+        await self._check_fronts(scheduler.engine_name)
         if self._tokens is not None:
             scheduler.set_quotas(self._tokens.tokens.quotas)
         facts = {"model_id": limits.model_id, "engine": scheduler.engine_name, "cache_mode": limits.cache_mode.value}
@@ -225,6 +228,14 @@ class App:
         await self._listening.wait()
         self._set_ready(True)
         _log.info("ready", engine=scheduler.engine_name, model_id=limits.model_id)
+
+    async def _check_fronts(self, engine: str) -> None:
+        """They start beside the load, before it is known what computes; by default they are for a GPU alone."""
+        if self._has_fronts_by_default and engine != EngineKind.CUDA and self._settings.server.grpc_processes:
+            await self._listening.wait()
+            assert isinstance(self._server, Fronts)
+            await self._server.take_over()
+            _log.info("processes that speak gRPC end, which by default are for a GPU alone", engine=engine)
 
     def _set_ready(self, ready: bool) -> None:
         self._is_ready = ready
@@ -265,8 +276,8 @@ async def _close(scheduler: Scheduler) -> None:
 
 
 def _with_fronts(settings: Settings) -> ServerSettings:
-    """Of the server, with a number of processes that speak gRPC: where none was given, some beside a GPU that has the
-    cores for them, for nothing else is so fast that callers wait for gRPC."""
+    """Of the server, with a number of processes that speak gRPC: where none was given, some beside what may be a GPU
+    that has the cores for them, for nothing else is so fast that callers wait for gRPC."""
     server = settings.server
     if server.grpc_processes is None:
         beside_gpu = settings.engine.engine != EngineKind.CPU and _GPU_DRIVER.exists()

@@ -303,6 +303,64 @@ async def test_of_a_caller_without_a_token_no_request_is_read(tmp_path: Path) ->
         assert (await check(health_pb2.HealthCheckRequest(service=READY_SERVICE))).status == SERVING
 
 
+@pytest.fixture
+def beside_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default there are two here; the fake engine is none of a GPU's."""
+    monkeypatch.setattr(app_module, "_GPU_DRIVER", tmp_path)
+    monkeypatch.setattr(app_module, "usable_cores", lambda: 8)
+    monkeypatch.setattr(app_module, "_FRONTS", 2)
+
+
+@pytest.mark.parametrize("secured", [False, True])
+async def test_a_server_that_falls_back_to_the_cpu_listens_itself(
+    secured: bool, tmp_path: Path, beside_gpu: None
+) -> None:
+    """Who was connected meanwhile comes back by himself."""
+    path, ca = tmp_path / "tokens.toml", Authority.make("ours")
+    path.write_text(f'[[token]]\ntenant = "a"\nsha256 = "{hash_token("tl_x")}"\nrights = ["generate"]\n')
+    cert, key = ca.issue("server").write(tmp_path, "server")
+    more = {"tokens_file": str(path), "tls_cert": str(cert), "tls_key": str(key)} if secured else {}
+    secrets, mine = grpc.ssl_channel_credentials(ca.pem), (("authorization", "Bearer tl_x"),)
+    loading = threading.Event()
+
+    def load() -> LoadedModel:
+        assert loading.wait(20)
+        return LoadedModel(FakeEngine(), None, CONFIG)
+
+    app = App(Settings(server=replace(SERVER, grpc_processes=None, **more)), load)
+    await app.start()
+    try:
+        fronts = {pid_of(front) for front in app._server._fronts.values()}  # type: ignore[union-attr]
+        assert len(living(fronts)) == 2
+        made = grpc.aio.secure_channel(app.address, secrets, OWN_CONNECTION) if secured else None
+        async with made or grpc.aio.insecure_channel(app.address, OWN_CONNECTION) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READY_SERVICE))
+            assert (await watch.read()).status == NOT_SERVING
+            loading.set()
+            await app.ready()
+            await until(lambda: not living(fronts))
+            generate = generation_pb2_grpc.GenerationServiceStub(channel).Generate
+            messages = await collect(generate(request(5), metadata=mine, wait_for_ready=True))
+            assert tuple(t for m in messages for t in m.delta.token_ids) == expected_tokens((5,), 20)
+            if secured:
+                assert (await refusal(generate(request(5)))).code() is grpc.StatusCode.UNAUTHENTICATED
+        assert app._health._states[READY_SERVICE] == SERVING
+    finally:
+        loading.set()
+        await app.stop(0.0)
+    _try_bind(app.address)  # is free again
+
+
+@pytest.mark.parametrize(("engine", "given"), [("cuda", None), ("fake", 2)])
+async def test_fronts_beside_a_gpu_or_that_were_asked_for_stay(
+    engine: str, given: int | None, beside_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "name", engine)
+    async with serving(grpc_processes=given) as served:
+        assert len(fronts_of(served)) == 2
+        assert (await served_model(served.channel)).replica == "replica-0"
+
+
 async def test_a_port_that_others_share_is_refused() -> None:
     async with serving(grpc_processes=1) as served:
         for fronts in (0, 1):

@@ -8,7 +8,7 @@
     shapes.py     how many messages a method takes and gives, all that a front knows of it
     answering.py  the engine's side of a call: to handlers it looks as grpc.aio's would
     claim.py      keeps their port
-    fleet.py      starts fronts, looks after them, starts one anew that has ended, stops them
+    fleet.py      starts fronts, looks after them, starts one anew that has ended, stops them, or takes over from them
 
 `rpc/server.py` puts a fleet where a gRPC server would be.  A front knows methods by name and nothing of what they say.
 All listen on one port, and the kernel gives each new connection to one of them.

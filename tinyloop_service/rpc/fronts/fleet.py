@@ -19,9 +19,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import grpc
 import structlog
 
 from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.rpc.addresses import bind, serving_options
 from tinyloop_service.rpc.fronts.answering import CallDetails, Calls
 from tinyloop_service.rpc.fronts.claim import claim, written
 from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
@@ -34,6 +36,7 @@ _MODULE = "tinyloop_service.front"
 _START_S = 30.0  # for a process to start and listen
 _END_S = 5.0  # for one to end, beyond the grace it was given
 _HURRIED_S = 1.0  # for one to end without any
+_TAKE_OVER_S = 1.0  # for calls of a server that is not ready yet
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0  # before one that ended is started anew; twice as long each time
 _LOOK_EVERY_S = 5.0  # how they are, and whether the tokens have changed
 _MOST_UNANSWERED = 3  # looks, after which one is taken for hung
@@ -56,14 +59,18 @@ class Fronts:
         self._settings = settings
         self._tokens = tokens
         self._reachable = reachable
+        self._interceptors = interceptors
         self._services: list[Any] = []
         self._find: Callable[[Any], Awaitable[Any]] = self._handler
         for interceptor in reversed(interceptors):
             self._find = partial(interceptor.intercept_service, self._find)
         self._claimed: list[socket.socket] = []
         self._certificates: Certificates | None = None
+        self._credentials: grpc.ServerCredentials | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._fronts: dict[int, _Front] = {}  # that listen
+        self._own: grpc.aio.Server | None = None  # that has taken over from them
+        self._leaving: asyncio.Future[Any] | None = None
 
     # ---- as a gRPC server is set up
 
@@ -78,10 +85,10 @@ class Fronts:
         self._claimed = claim(address)
         return int(self._claimed[0].getsockname()[1])
 
-    def add_secure_port(self, address: str, server_credentials: object) -> int:
+    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
         """As without TLS; fronts read the files of certificates themselves, and are given what these last held that
         fitted together.  Raises InvalidArgument for files that cannot be used."""
-        self._certificates = Certificates(self._settings)
+        self._certificates, self._credentials = Certificates(self._settings), server_credentials
         return self.add_insecure_port(address)
 
     async def start(self) -> None:
@@ -96,17 +103,40 @@ class Fronts:
         if self._certificates is not None:
             self._keepers.append(asyncio.create_task(self._follow(self._certificates)))
 
+    async def take_over(self) -> None:
+        """This process listens itself from now on, where they do, and they end.  Their connections are told to go, and
+        come back here; calls that run there have a moment."""
+        self._own = grpc.aio.server(
+            interceptors=self._interceptors, options=serving_options(self._settings, shared_port=True)
+        )
+        self._own.add_generic_rpc_handlers(tuple(self._services))
+        for claimed in self._claimed:
+            bind(self._own, written(claimed), self._credentials)
+        await self._own.start()
+        await self._leave_alone()
+        self._reachable(True)
+        self._leaving = asyncio.gather(*(front.stop(_TAKE_OVER_S) for front in self._fronts.values()))
+        self._fronts = {}
+
     async def stop(self, grace: float | None) -> None:
         """Take no more calls; those that run have so long to end."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        if self._keepers:
-            await asyncio.wait(self._keepers)
+        await self._leave_alone()
         await asyncio.gather(*(front.stop(grace) for front in self._fronts.values()))
+        if self._own is not None:
+            await self._own.stop(grace)
+        if self._leaving is not None:
+            await self._leaving
         for claimed in self._claimed:
             claimed.close()
 
     # ---- helpers
+
+    async def _leave_alone(self) -> None:
+        """Fronts that end are not started anew any more."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        if self._keepers:
+            await asyncio.wait(self._keepers)
 
     async def _handler(self, details: CallDetails) -> Any:
         found = (service.service(details) for service in self._services)
