@@ -7,6 +7,7 @@ know metrics, logs and traces: `observe/` has those.
                 build_ended                                       one build of a prefix
                 step                                              one plan that the engine ran
     rpc         call_ended                                        one call, with the request it made
+                front_listens, front_ended, front_restarted       one process that speaks gRPC
 
 Everything is called on the event loop's thread.  Times are nanoseconds since the Unix epoch, by one clock that never
 goes back; a time of 0 says that it never came to that.
@@ -160,6 +161,15 @@ class Observer(Protocol):
     def call_ended(self, call: CallRecord) -> None:
         """An RPC was answered, refused, cancelled, or failed."""
 
+    def front_listens(self, process: int) -> None:
+        """One that speaks gRPC, by its process id."""
+
+    def front_ended(self, process: int) -> None:
+        """It listens no more."""
+
+    def front_restarted(self, reason: str) -> None:
+        """Another one is started: the last one exited, was killed, hung, or was not_started."""
+
 
 class Unwatched:
     """The observer of who has none."""
@@ -183,6 +193,15 @@ class Unwatched:
         pass
 
     def call_ended(self, call: CallRecord) -> None:
+        pass
+
+    def front_listens(self, process: int) -> None:
+        pass
+
+    def front_ended(self, process: int) -> None:
+        pass
+
+    def front_restarted(self, reason: str) -> None:
         pass
 
 

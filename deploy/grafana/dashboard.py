@@ -225,6 +225,12 @@ def _engine(page: Page) -> None:
         graph("Running", "none", (of("tinyloop_requests_running"), "{{instance}}"), stacked=True),
         graph("Waiting", "none", (of("tinyloop_requests_waiting"), "{{instance}}"), stacked=True),
         graph("Rows", "none", (of("tinyloop_rows_running"), "{{instance}}"), stacked=True),
+        graph(
+            "Processes that speak gRPC",
+            "none",
+            (of("tinyloop_grpc_processes"), "{{instance}}"),
+            (f"60 * {rate('tinyloop_grpc_process_restarts_total', 'reason')} > 0", "started anew a minute, {{reason}}"),
+        ),
     )
 
 
@@ -235,7 +241,12 @@ def _memory(page: Page) -> None:
         graph("Pages", "none", (f"sum by (state) ({of('tinyloop_kv_pages')})", "{{state}}"), stacked=True),
         graph("Prefixes", "none", (f"sum by (state) ({of('tinyloop_prefixes')})", "{{state}}"), stacked=True),
         graph("Stored prefixes", "bytes", (of("tinyloop_prefix_bytes"), "{{instance}}"), stacked=True),
-        graph("Memory of the process", "bytes", (of("process_resident_memory_bytes"), "{{instance}}")),
+        graph(
+            "Memory of processes",
+            "bytes",
+            (of("process_resident_memory_bytes"), "{{instance}}"),
+            (of("tinyloop_grpc_processes_resident_memory_bytes") + " > 0", "{{instance}}, those that speak gRPC"),
+        ),
     )
     page.line(
         8,

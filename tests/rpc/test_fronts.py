@@ -21,6 +21,7 @@ from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rpc_harness import CONFIG, SERVER, Served, collect, expected_tokens, ids, reason_of, refusal, serving, until
+from scraping import scrape
 from server_process import NO_RETRIES, NOT_SERVING, SERVING, server_process, start_server
 
 from tinyloop_service import app as app_module
@@ -54,6 +55,11 @@ def children(pid: int) -> set[int]:
 
 def command_line(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def resident(pid: int) -> list[str]:
+    """The line of /proc that says how much memory it has, in KiB."""
+    return [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
 
 
 def living(pids: set[int]) -> set[int]:
@@ -163,6 +169,39 @@ async def test_a_front_that_answers_nobody_is_ended_and_started_anew(monkeypatch
         os.kill(pid_of(hung), signal.SIGSTOP)
         await until(lambda: fronts_of(served) not in ([hung], []))  # another one
         assert (await served_model(served.channel)).replica == "replica-0"
+
+
+async def test_metrics_say_how_many_there_are_and_why_others_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr(fleet, "_FIRST_PAUSE_S", 0.01)
+    real, failing = asyncio.create_subprocess_exec, iter([True])
+
+    async def scarce(*command: str, **options: Any) -> Any:
+        if next(failing, False):
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await real(*command, **options)
+
+    async with serving(grpc_processes=2, metrics_listen="127.0.0.1:0") as served:
+        before = await scrape(served.app.metrics_address)
+        assert before("grpc_processes") == 2 and before.by("grpc_process_restarts_total", "reason") == {}
+        own = sum(int(line.split()[1]) for pid in map(pid_of, fronts_of(served)) for line in resident(pid)) * 1024
+        assert before("grpc_processes_resident_memory_bytes") == pytest.approx(own, rel=0.1)
+
+        async def end_one(number: signal.Signals) -> None:
+            doomed = fronts_of(served)[0]
+            os.kill(pid_of(doomed), number)
+            await until(lambda: doomed not in fronts_of(served))
+            await until(lambda: len(fronts_of(served)) == 2)
+
+        await end_one(signal.SIGSTOP)
+        monkeypatch.setattr(fleet.asyncio, "create_subprocess_exec", scarce)
+        await end_one(signal.SIGKILL)
+        fronts_of(served)[0]._pipe.close()  # it leaves by itself
+        await until(lambda: served.app._observation.snapshot().metrics.front_restarts["exited"] == 1)
+        await until(lambda: len(fronts_of(served)) == 2)
+        after = await scrape(served.app.metrics_address)
+    assert after("grpc_processes") == 2 and after("grpc_processes_resident_memory_bytes") > 0
+    assert after.by("grpc_process_restarts_total", "reason") == {"hung": 1, "killed": 1, "not_started": 1, "exited": 1}
 
 
 async def test_fronts_end_with_an_engine_process_that_is_killed() -> None:
@@ -327,7 +366,7 @@ async def test_a_server_that_falls_back_to_the_cpu_listens_itself(
         assert loading.wait(20)
         return LoadedModel(FakeEngine(), None, CONFIG)
 
-    app = App(Settings(server=replace(SERVER, grpc_processes=None, **more)), load)
+    app = App(Settings(server=replace(SERVER, grpc_processes=None, metrics_listen="127.0.0.1:0", **more)), load)
     await app.start()
     try:
         fronts = {pid_of(front) for front in app._server._fronts.values()}  # type: ignore[union-attr]
@@ -345,6 +384,8 @@ async def test_a_server_that_falls_back_to_the_cpu_listens_itself(
             if secured:
                 assert (await refusal(generate(request(5)))).code() is grpc.StatusCode.UNAUTHENTICATED
         assert app._health._states[READY_SERVICE] == SERVING
+        metrics = app._observation.snapshot().metrics
+        assert not metrics.fronts and not any(metrics.front_restarts.values())
     finally:
         loading.set()
         await app.stop(0.0)

@@ -43,6 +43,15 @@ class Recorder:
     def call_ended(self, call: CallRecord) -> None:
         self.heard.append("call_ended")
 
+    def front_listens(self, process: int) -> None:
+        self.heard.append("front_listens")
+
+    def front_ended(self, process: int) -> None:
+        self.heard.append("front_ended")
+
+    def front_restarted(self, reason: str) -> None:
+        self.heard.append(f"front_restarted {reason}")
+
 
 @dataclass
 class Alone:

@@ -30,6 +30,7 @@ class Snapshot:
     is_ready: bool = False
     facts: Mapping[str, str] = field(default_factory=dict)  # constant labels of tinyloop_build_info
     dropped_lines: int = 0  # of the log
+    front_bytes: int = 0  # of memory that processes which speak gRPC have
 
     def pages(self) -> dict[str, int]:
         load = self.load
@@ -189,6 +190,13 @@ FAMILIES: tuple[Family, ...] = (
         (),
         lambda s: {(): s.dropped_lines},
     ),
+    Counter(
+        "tinyloop_grpc_process_restarts_total",
+        "Processes that speak gRPC and were started anew, by what became of the one before: it exited, was killed by a "
+        "signal, hung and was ended, or was not_started.",
+        ("reason",),
+        lambda s: s.metrics.front_restarts,
+    ),
     Gauge(
         "tinyloop_ready",
         "1 while requests are taken; 0 while the model loads, while draining, and after the device was lost.",
@@ -231,6 +239,18 @@ FAMILIES: tuple[Family, ...] = (
         "Stored bytes of the pages that prefixes hold.",
         (),
         lambda s: s.of_load(lambda load: load.pages_prefixes * load.page_bytes),
+    ),
+    Gauge(
+        "tinyloop_grpc_processes",
+        "Processes that speak gRPC in front of the engine's and listen; 0 where that one does it itself.",
+        (),
+        lambda s: {(): len(s.metrics.fronts)},
+    ),
+    Gauge(
+        "tinyloop_grpc_processes_resident_memory_bytes",
+        "Resident memory of the processes that speak gRPC; what they share counts for each of them.",
+        (),
+        lambda s: {(): s.front_bytes},
     ),
     Gauge(
         "tinyloop_build_info",

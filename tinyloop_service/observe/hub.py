@@ -6,8 +6,10 @@ In: what scheduler and RPCs tell it.  Out: the same to whoever is switched on; a
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinyloop_service.errors import InvalidArgument, install
@@ -40,6 +42,8 @@ class Observation:
         # told for every row of a plan: there is nobody between the scheduler and who counts
         self.admitted, self.first_token, self.generated = counting.admitted, counting.first_token, counting.generated
         self.request_ended, self.step = counting.request_ended, counting.step
+        self.front_listens, self.front_ended = counting.front_listens, counting.front_ended
+        self.front_restarted = counting.front_restarted
         self._server: MetricsServer | None = None
         self._load: Callable[[], Load] | None = None
         self._facts: Mapping[str, str] = {}
@@ -75,7 +79,8 @@ class Observation:
         """All metrics of this moment."""
         load = self._load() if self._load is not None else None
         is_ready = self._is_ready and load is not None and load.accepting
-        return Snapshot(self._metrics.copy(), load, is_ready, self._facts, dropped_lines())
+        front_bytes = sum(map(_resident_bytes, self._metrics.fronts))
+        return Snapshot(self._metrics.copy(), load, is_ready, self._facts, dropped_lines(), front_bytes)
 
     # ---- what an observer hears
 
@@ -87,6 +92,14 @@ class Observation:
         self._counting.call_ended(call)
         trace_id = self._traces.call_ended(call) if self._traces is not None else None
         log_call(call, self._slow_ns, trace_id)
+
+
+def _resident_bytes(process: int) -> int:
+    """0 of one that has just ended."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError):
+        return 0
 
 
 def _traces(settings: ServerSettings, replica: str) -> Traces:

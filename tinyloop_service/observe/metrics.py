@@ -16,6 +16,7 @@ from tinyloop_service.observer import BuildRecord, CallRecord, RequestRecord
 from tinyloop_service.pb import generation_pb2, model_pb2, prefix_pb2
 
 NS = 1e9
+RESTART_REASONS = ("exited", "killed", "hung", "not_started")
 FINISH_REASONS = ("stop", "eos", "length", "cancelled", "error")
 _METHODS = [
     method.name
@@ -64,6 +65,8 @@ class Metrics:
             int, {(method, code): 0 for method in _METHODS for code in ("OK", "INTERNAL")}
         )
         self.failed_builds: defaultdict[str, int] = defaultdict(int, {"ENGINE_FAULT": 0, "OUT_OF_MEMORY": 0})
+        self.fronts: set[int] = set()  # process ids of those that listen
+        self.front_restarts: defaultdict[str, int] = defaultdict(int, dict.fromkeys(RESTART_REASONS, 0))
         self.prefilled_tokens = 0
         self.queue_time = Histogram(_decades(-3, 2), NS)
         self.ttft = Histogram(_decades(-3, 2), NS)
@@ -115,3 +118,12 @@ class Metrics:
         self.calls[call.method, call.code] += 1
         if call.is_rejection:
             self.rejections[call.tenant, call.reason] += 1
+
+    def front_listens(self, process: int) -> None:
+        self.fronts.add(process)
+
+    def front_ended(self, process: int) -> None:
+        self.fronts.discard(process)
+
+    def front_restarted(self, reason: str) -> None:
+        self.front_restarts[reason] += 1

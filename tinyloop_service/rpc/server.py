@@ -51,7 +51,7 @@ def make_server(
     hears it when nobody listens any more, or somebody again."""
     interceptors = [Authenticate(tokens, backend.observer)] if tokens is not None else []
     server: Server = (
-        Fronts(settings, interceptors, tokens, reachable)
+        Fronts(settings, interceptors, tokens, reachable, backend.observer)
         if settings.grpc_processes
         else grpc.aio.server(interceptors=interceptors, options=serving_options(settings))
     )

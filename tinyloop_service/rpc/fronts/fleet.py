@@ -23,6 +23,7 @@ import grpc
 import structlog
 
 from tinyloop_service.errors import InvalidArgument
+from tinyloop_service.observer import UNWATCHED, Observer
 from tinyloop_service.rpc.addresses import bind, serving_options
 from tinyloop_service.rpc.fronts.answering import CallDetails, Calls
 from tinyloop_service.rpc.fronts.claim import claim, written
@@ -54,11 +55,13 @@ class Fronts:
         interceptors: Sequence[Any] = (),
         tokens: TokensFile | None = None,
         reachable: Callable[[bool], None] = lambda reachable: None,
+        observer: Observer = UNWATCHED,
     ) -> None:
         """reachable: hears whether any of them listens.  tokens: who of the callers is worth being read."""
         self._settings = settings
         self._tokens = tokens
         self._reachable = reachable
+        self._observer = observer
         self._interceptors = interceptors
         self._services: list[Any] = []
         self._find: Callable[[Any], Awaitable[Any]] = self._handler
@@ -116,6 +119,8 @@ class Fronts:
         await self._leave_alone()
         self._reachable(True)
         self._leaving = asyncio.gather(*(front.stop(_TAKE_OVER_S) for front in self._fronts.values()))
+        for front in self._fronts.values():
+            self._observer.front_ended(front.pid)
         self._fronts = {}
 
     async def stop(self, grace: float | None) -> None:
@@ -158,6 +163,7 @@ class Fronts:
             await front.stop(None)
             raise
         self._fronts[nth] = front
+        self._observer.front_listens(front.pid)
         self._reachable(True)
 
     async def _follow(self, certificates: Certificates) -> None:
@@ -170,9 +176,12 @@ class Fronts:
         """See to it that there is an nth front, for as long as the server runs."""
         pause_s, began_s = _FIRST_PAUSE_S, time.monotonic()
         while True:
+            reason = "not_started"
             if (front := self._fronts.get(nth)) is not None:
                 status = await self._end_of(front)
+                reason = "hung" if front.has_hung else "killed" if status < 0 else "exited"
                 del self._fronts[nth]
+                self._observer.front_ended(front.pid)
                 self._reachable(bool(self._fronts))
                 if time.monotonic() - began_s > 2 * _LONGEST_PAUSE_S:
                     pause_s = _FIRST_PAUSE_S
@@ -185,6 +194,7 @@ class Fronts:
                 )
             await asyncio.sleep(pause_s)
             pause_s, began_s = min(2 * pause_s, _LONGEST_PAUSE_S), time.monotonic()
+            self._observer.front_restarted(reason)
             try:
                 await self._start(nth)
             except InvalidArgument as error:
@@ -213,6 +223,7 @@ class _Front:
         self._calls = Calls(self._pipe, find)
         self._told: frozenset[bytes] | None = None
         self._num_unanswered = 0
+        self.has_hung = False  # and was ended
 
     async def start(self, addresses: list[str], settings: Given, callers: frozenset[bytes] | None) -> None:
         """Returns when it listens.  Raises InvalidArgument when it cannot; `stop` is still to be called."""
@@ -247,6 +258,7 @@ class _Front:
             self._tell(callers)
         if self._num_unanswered == _MOST_UNANSWERED:
             _log.error("a process that speaks gRPC does not answer; ending it", process=self.pid)
+            self.has_hung = True
             with suppress(ProcessLookupError):
                 self._process.kill()
         self._num_unanswered += 1
