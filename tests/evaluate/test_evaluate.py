@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +108,19 @@ def test_what_stops_a_pass_stops_the_evaluation() -> None:
 
     with pytest.raises(Interrupt):
         evaluate([NamedModel("a", model("pre"))], [TEXT], ONE_PASS, interrupt)
+
+
+def test_threads_are_handed_all_of_their_work_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal amid a submit may leave one of the pool's locks held, and then nobody would ever end."""
+    submit, submitted = ThreadPoolExecutor.submit, list[Any]()
+
+    def counted(pool: ThreadPoolExecutor, *work: Any) -> Any:
+        submitted.append(work)
+        return submit(pool, *work)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", counted)
+    options = replace(ONE_PASS, window_tokens=50, threads=2)
+    assert evaluate([NamedModel("a", model("pre"))], [TEXT], options).num_windows > 2 == len(submitted)
 
 
 def test_models_of_another_width_are_compared_by_tokens_alone() -> None:

@@ -151,8 +151,14 @@ WindowSums = list[dict[Span, Sums]]  # one entry a pass
 def _score_all(
     passes: Sequence[_Pass], windows: Sequence[Window], depths: Sequence[int], num_threads: int, progress: Progress
 ) -> list[WindowSums]:
-    """Per window.  When interrupted, threads end with the pass they are in."""
+    """Per window.  When interrupted, threads end with the pass they are in.
+
+    What a signal raises may come anywhere in this thread, amid the standard library too, where a lock then stays held
+    and nobody ends: so it hands each thread all of its work at once, and waits.
+    """
     done, stopped = count(1), threading.Event()
+    waiting = iter(enumerate(windows))  # each is taken by one thread
+    taken: list[WindowSums] = [[] for _ in windows]
 
     def score(window: Window) -> WindowSums:
         sums: WindowSums = []
@@ -166,11 +172,22 @@ def _score_all(
             progress(next(done), len(windows) * len(passes))
         return sums
 
+    def work(thread: int) -> None:
+        try:
+            for index, window in waiting:
+                if stopped.is_set():
+                    break
+                taken[index] = score(window)
+        except BaseException:
+            stopped.set()
+            raise
+
     with threadpool_limits(1), ThreadPoolExecutor(num_threads) as pool:
         try:
-            return list(pool.map(score, windows))
+            list(pool.map(work, range(num_threads)))
         finally:
             stopped.set()
+    return taken
 
 
 def _shared_tokenizer(models: Sequence[NamedModel]) -> Tokenizer:
