@@ -19,7 +19,7 @@
 //   partial_ml   fp32   [R][H][max_blocks][2]     scratch
 //   a            fp16   [R][H·D]                  rows without a split are not written
 //   table_offset = layer·max_blocks, table_stride = max_layers·max_blocks; scale = log2(e)/√D
-//   R ≤ 64; D is 64 or 128; H/G ≤ 16; 16-byte alignment.
+//   R ≤ 256; D is 64 or 128; H/G ≤ 16; 16-byte alignment.
 //
 // Each page is attended as if it stood alone, and leaves, per row and head, unnormalised o = Σ w·V, l = Σ w and its largest
 // exponent m (page_sums.cuh).  A *quad* is four pages, from a block on that is a multiple of 4: they are added up in
@@ -27,7 +27,7 @@
 // rows a quad that is added up, a quarter of the traffic (decode_attention_wide.cu).
 // Hence a row's bits depend on nothing but its own query and pages: not on the other rows of its items, not on how its
 // items are grouped, nor on which pages come as quads.  A split of which a row sees nothing has m = −inf and weighs
-// exactly 0, so it may as well be left out.
+// exactly 0, so it may as well be left out.  A page or quad that more rows read than an item has entries is several items.
 //
 // Unit of work: an item and a K/V head, by 4 warps; blockIdx.x is the K/V head, the blocks along y stride over the
 // items.  All of the page's K and V that any row sees is asked for at once, straight into the registers of the warp

@@ -13,7 +13,7 @@ struct SideBySide {
   OwnQueries queries[kWarps];
 };
 
-// Without copies: 15 or 16 heads of 128 halves do not fit beside a page.
+// Without copies: 13 heads of 128 halves, or more, do not fit beside a page.
 union TakingTurns {
   SharedPage page;
   OwnQueries queries[kWarps];

@@ -9,9 +9,11 @@
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kMaxRows = 64;
+constexpr int kMaxRows = 256;     // of a batch
+constexpr int kMostEntries = 64;  // of an item
 constexpr int kTileEntries = 16 / kQueriesPerKv;  // rows of the batch in a query tile
 constexpr int kTileQueries = kTileEntries * kQueriesPerKv;
+static_assert(kMostEntries <= kThreads, "a thread reads an entry");
 
 struct alignas(8) Item {
   i32 slot, block, first_entry, num_entries, source_slot, num_copied;
@@ -59,7 +61,7 @@ struct Entry {
 
 // Of a unit, in shared memory.
 struct Entries {
-  Entry of[kMaxRows];
+  Entry of[kMostEntries];
 };
 
 // A row of a tile.  Rows past the unit's last query repeat it, and are not stored.
@@ -70,8 +72,8 @@ struct Query {
 };
 
 DEVICE void read_batch(Batch& batch, const i32* position, const i32* window, int num_rows) {
-  const int row = threadIdx.x;
-  if (row < num_rows) {
+#pragma unroll 1  // or the compiler has fewer registers for what follows
+  for (int row = threadIdx.x; row < num_rows; row += kThreads) {
     batch.position[row] = position[row];
     batch.window[row] = window[row];
   }

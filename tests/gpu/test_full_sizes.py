@@ -118,18 +118,18 @@ def test_qkv(device: Device, group: int) -> None:
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("prefix", [1000, 1024, 1087])
-def test_decode_attention(device: Device, prefix: int, int8: bool) -> None:
-    """Fifty rows off one prefix, at different places of their own page; shared pages one by one, and as quads."""
+@pytest.mark.parametrize(("prefix", "count"), [(1000, 50), (1024, 50), (1087, 50), (1024, 128), (1000, 256)])
+def test_decode_attention(device: Device, prefix: int, count: int, int8: bool) -> None:
+    """Rows off one prefix, at different places of their own page; shared pages one by one, and as quads."""
     shared = prefix // 64
-    lengths = [prefix + 1 + (7 * row) % (64 * shared + 64 - prefix) for row in range(50)]
+    lengths = [prefix + 1 + (7 * row) % (64 * shared + 64 - prefix) for row in range(count)]
     sequences = Sequences(lengths, SPEC.n_heads, SPEC.n_kv_heads, SPEC.head_dim, shared=shared, int8=int8)
     rows = [decoding.Row(slot, length - 1) for slot, length in enumerate(lengths)]
     q = sequences.queries(len(rows))
     a = decoding.run(device, sequences, rows, q)
     if has_quads(device):
         assert np.array_equal(decoding.run(device, sequences, rows, q, quads=True), a), "quads have other bits"
-    for row in (0, 23, 49):
+    for row in (0, count // 2, count - 1):
         decoding.check(sequences, rows[row : row + 1], q[row : row + 1], a[row : row + 1])
         alone = decoding.run(device, sequences, rows[row : row + 1], q[row : row + 1])
         assert np.array_equal(alone, a[row : row + 1]), f"row {row} alone has other bits"

@@ -12,7 +12,7 @@ from attention_cases import FORMS, LAYER, LEAST_SCALE, MOST_SCALE, PAGE, Sequenc
 from numpy.typing import NDArray
 
 from tinyloop_service.engine.cache_modes import encode
-from tinyloop_service.kernels.decode_attention import decode_attention, has_quads
+from tinyloop_service.kernels.decode_attention import MOST_ROWS, decode_attention, has_quads
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.page_layout import QUAD_PAGES
@@ -267,6 +267,30 @@ def test_quads_of_more_tiles_than_a_block_has_warps(device: Device, kv_heads: in
     assert np.array_equal(run(device, sequences, rows, q, quads=True), run(device, sequences, rows, q))
 
 
+@FORMS
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2)])
+@pytest.mark.parametrize("count", [65, 100, 128, 200, MOST_ROWS])
+def test_batches_of_more_rows_than_an_item_has_entries(
+    device: Device, count: int, heads: int, kv_heads: int, int8: bool
+) -> None:
+    """Rows off one prefix, some with a window, in pages and in quads: each has the bits that it has by itself, among
+    few, and alone."""
+    lengths = [PAGE * 4 + 1 + 7 * slot % PAGE for slot in range(count)]
+    sequences = Sequences(lengths, heads, kv_heads, 64, shared=4, int8=int8)
+    rows = [Row(slot, length - 1, 100 if slot % 40 == 9 else 0) for slot, length in enumerate(lengths)]
+    q = sequences.queries(count)
+    by_itself = run(device, sequences, rows, q, group=1)
+    check(sequences, rows[-2:], q[-2:], by_itself[-2:])
+    assert np.array_equal(run(device, sequences, rows, q), by_itself), "items of 64 rows have other bits"
+    if has_quads(device):
+        for group, num_blocks in ((64, None), (48, 3)):
+            a = run(device, sequences, rows, q, group=group, num_blocks=num_blocks, quads=True)
+            assert np.array_equal(a, by_itself), f"quads of {group} rows in {num_blocks} blocks differ"
+    for first, end in ((0, 16), (56, 72), (count - 5, count), (63, 64), (count - 1, count)):
+        few = run(device, sequences, rows[first:end], q[first:end])
+        assert np.array_equal(few, by_itself[first:end]), f"rows {first} to {end - 1} alone have other bits"
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "int8"), COMPANY)
 @pytest.mark.parametrize("copied", [5, 8, 31, 40, 63])
 def test_a_copy_may_be_read_through_its_source(
@@ -365,8 +389,8 @@ def test_padding_rows_are_left_alone(device: Device) -> None:
 
 def test_refusals(device: Device) -> None:
     sequences = Sequences([80], 2, 2, 64)
-    with pytest.raises(KernelArgumentError, match="65 rows, at most 64"):
-        run(device, sequences, [Row(0, 79)] * 65, sequences.queries(65))
+    with pytest.raises(KernelArgumentError, match="257 rows, at most 256"):
+        run(device, sequences, [Row(0, 79)] * 257, sequences.queries(257))
     coded = Sequences([80], 2, 2, 64, int8=True)
     one = [Row(0, 79)], sequences.queries(1)
     newest, pool = coded.put_newest([(0, 79)])

@@ -17,7 +17,8 @@ from tinyloop_service.kernels.linear import WIDE_ARCH
 from tinyloop_service.kernels.match import match, require
 from tinyloop_service.kernels.page_layout import PAGE_TOKENS, expected_pool, is_int8
 
-MOST_ROWS = 64
+MOST_ROWS = 256
+MOST_ENTRIES = 64  # of an item
 MOST_QUERIES_PER_KV = 16  # they share one tile of queries
 _TILE_QUERIES = 16
 _THREADS = 128
@@ -52,7 +53,7 @@ def decode_attention(
 ) -> None:
     """a[r, h] = softmax(q[r, h]·K/√D)·V over the positions that row r sees.
 
-    q, a        float16 [R, H·D]                     R ≤ 64
+    q, a        float16 [R, H·D]                     R ≤ 256
     pool        float16 [pages, 2·G·64·D]            G = num_kv_heads
                 int8 [pages, 64·G·(2·D + 4)]         likewise (page_layout.py)
     newest      float16 [R, 2, G, D]                 int8: K and V of the rows' tokens, as `linear_qkv_rows` leaves
@@ -68,13 +69,14 @@ def decode_attention(
     window      int32 [R]                            0: everything is seen
     partial_o   float32 [R, H, max_blocks, D], partial_ml float32 [R, H, max_blocks, 2]: scratch
 
-    A split is a page or a quad.  Items that many rows share come first: a block takes items in order, and shared ones
-    cost most.  There may be quads, of blocks 4n to 4n + 3, where `quads` says so; they change no bit.  An item whose
-    n is not 0 may be read through the other slot's page, which must be the same bit for bit up to there; those of one
-    such page belong side by side, behind the shared ones.  The page of a row's token has one entry; in int8 the token
-    is coded and put there.  With `dependent`, positions and all but the newest tokens' K and V must have been written
-    before a kernel of the stream that was not launched as a dependent one.  For tests: `num_blocks` along the items,
-    and the kernel for `many` rows for few as well; bits are the same.
+    A split is a page or a quad; one that more rows read than an item has entries is several items.  Items that many
+    rows share come first: a block takes items in order, and shared ones cost most.  There may be quads, of blocks 4n
+    to 4n + 3, where `quads` says so; they change no bit.  An item whose n is not 0 may be read through the other slot's
+    page, which must be the same bit for bit up to there; those of one such page belong side by side, behind the shared
+    ones.  The page of a row's token has one entry; in int8 the token is coded and put there.  With `dependent`,
+    positions and all but the newest tokens' K and V must have been written before a kernel of the stream that was not
+    launched as a dependent one.  For tests: `num_blocks` along the items, and the kernel for `many` rows for few as
+    well; bits are the same.
     """
     sizes = match(
         "decode_attention",
@@ -124,10 +126,10 @@ def has_quads(device: Device) -> bool:
     return device.arch == WIDE_ARCH
 
 
-def takes_quads(device: Device, rows: int, pages: int, heads: int, num_kv_heads: int, *, int8: bool) -> bool:
-    """Whether rows of which several read `pages` had better be given quads: there are enough to go round, and without
-    them blocks would come in waves."""
-    enough = pages * num_kv_heads > (_INT8_PAGES_PER_SM if int8 else _PAGES_PER_SM) * device.num_sms
+def takes_quads(device: Device, rows: int, items: int, heads: int, num_kv_heads: int, *, int8: bool) -> bool:
+    """Whether rows of which several read pages, which are so many items, had better be given quads: there are enough to
+    go round, and without them blocks would come in waves."""
+    enough = items * num_kv_heads > (_INT8_PAGES_PER_SM if int8 else _PAGES_PER_SM) * device.num_sms
     return has_quads(device) and _is_many(rows, heads, num_kv_heads) and enough
 
 
