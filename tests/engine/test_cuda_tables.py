@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
 from emulation.device import EmulatedDevice
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_small_cases import PLAIN
 
 from tinyloop_service.engine.api import Extend, Open, Prefill
 from tinyloop_service.engine.cuda.batch import (
     AttentionTables,
     Span,
+    TakesQuads,
     attention_tables,
+    parts_of,
     prompt_tables,
     prompt_tiles,
     tile_order,
@@ -27,6 +33,8 @@ from tinyloop_service.engine.cuda.splits import SplitTables, families_of, tables
 from tinyloop_service.engine.cuda.staging import Staging
 from tinyloop_service.engine.cuda.weights import DeviceBlock, DeviceModel
 from tinyloop_service.engine.spec import ModelSpec
+from tinyloop_service.kernels.decode_attention import MOST_ENTRIES, MOST_ROWS
+from tinyloop_service.kernels.page_layout import QUAD_PAGES
 from tinyloop_service.settings import MOST_PREFIXES, SchedulerSettings
 
 
@@ -172,6 +180,101 @@ def test_families_get_what_others_get(inherited: tuple[int, ...], window: int, q
     assert items_of(made) == items_of(wanted)
     assert (made.row_items.tolist(), made.num_quads) == (wanted.row_items.tolist(), wanted.num_quads)
     assert asked in ([], 2 * asked[:1]) and (made.num_quads > 0) == (bool(asked) and quads)
+
+
+def check_tables(tables: AttentionTables, rows: list[Sequence], first: list[int], end: list[int]) -> None:
+    """The items are as the kernels want them, and each row reads each of its blocks once, in order."""
+    items = tables.items.tolist()
+    counts = [item[3] for item in items]
+    num_shared = sum(count > 1 for count in counts)
+    assert max(counts) <= MOST_ENTRIES and all(count > 1 for count in counts[:num_shared]), "shared ones come first"
+    assert tables.num_quads <= num_shared, "all quads are shared"
+    places = sorted((at, at + count) for _, _, at, count, _, _ in items)
+    assert [at for at, _ in places] == [0, *(to for _, to in places[:-1])] and places[-1][1] == len(tables.entries)
+    reads: list[list[tuple[int, list[tuple[int, int]]]]] = [[] for _ in rows]  # (ordinal, (owner's slot, block) …)
+    for nth, (slot, block, at, count, _, _) in enumerate(items):
+        pages = [(slot, block + i) for i in range(QUAD_PAGES if nth < tables.num_quads else 1)]
+        for row, ordinal in tables.entries[at : at + count].tolist():
+            reads[row].append((ordinal, pages))
+    for nth, row in enumerate(rows):
+        reads[nth].sort()
+        assert [ordinal for ordinal, _ in reads[nth]] == [*range(tables.row_items[nth])]
+        owners = [*row.owners.tolist(), *[row.slot] * end[nth]]
+        assert [*chain.from_iterable(pages for _, pages in reads[nth])] == [
+            (owners[block], block) for block in range(first[nth], end[nth])
+        ]
+
+
+FAMILIES = st.lists(
+    st.tuples(
+        st.sampled_from((0, 64, 300, 512, 580)),  # tokens that they inherit
+        st.one_of(st.integers(1, 5), st.sampled_from((63, 64, 65, 100, 128, 129, 200, 256))),  # rows
+        st.sampled_from((0, 0, 150)),  # window
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(FAMILIES, st.booleans(), st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_every_row_reads_each_block_once(
+    families: list[tuple[int, int, int]], strangers: bool, quads: bool, random: Any
+) -> None:
+    """However many rows share a page, and by both ways to the tables.  Strangers: some read the first blocks alone."""
+    chains, rows = Chains(slots=300, blocks=20), []
+    for inherited, count, window in families:
+        grandparent = chains.open(inherited // 2 + 6) if inherited else None
+        parent = chains.open(inherited, grandparent) if inherited else None
+        lengths = [inherited + (5 if window else 3 + 40 * i % 130) for i in range(min(count, MOST_ROWS - len(rows)))]
+        rows += [chains.open(length, parent, window) for length in lengths]
+        if strangers and len(rows) < MOST_ROWS:
+            rows.append(chains.open(inherited // 2 + 9, grandparent))
+    random.shuffle(rows)
+    first, end = [row.first_visible(row.length) for row in rows], [(row.length + 70) // 64 + 1 for row in rows]
+    wanted = attention_tables(rows, first, end, lambda *_: quads)
+    check_tables(wanted, rows, first, end)
+    alike = families_of(rows, first)
+    if alike is not None:
+        made = tables_of_families(rows, alike, end, lambda *_: quads)
+        check_tables(made, rows, first, end)
+        assert items_of(made) == items_of(wanted)
+        assert (made.row_items.tolist(), made.num_quads) == (wanted.row_items.tolist(), wanted.num_quads)
+
+
+@pytest.mark.parametrize("readers", [1, 16, 64, 65, 100, 128, 129, 193, 200, 256])
+def test_parts_of_what_many_rows_read(readers: int) -> None:
+    begins, sizes = zip(*parts_of(readers), strict=True)
+    assert [*begins, readers] == [0, *np.cumsum(sizes)], "they lie side by side"
+    assert len(sizes) == -(-readers // MOST_ENTRIES) and max(sizes) <= MOST_ENTRIES
+    assert max(sizes) - min(sizes) <= 16 and sum(-(-size // 16) for size in sizes) == -(-readers // 16)
+
+
+@pytest.mark.parametrize("quads", [False, True])
+def test_pages_of_more_rows_than_an_item_has_entries(quads: bool) -> None:
+    """Their items lie side by side; whether quads are taken is asked of items, not of pages."""
+    chains, asked = Chains(slots=200), []
+    crowd, few = chains.open(64 * 5), chains.open(64)
+    rows = [chains.open(64 * 5 + 1, crowd) for _ in range(100)] + [chains.open(65, few) for _ in range(60)]
+
+    def takes_quads(rows: int, items: int) -> bool:
+        asked.append((rows, items))
+        return quads
+
+    for make in (SplitTables(takes_quads).tables, _without_families(takes_quads)):
+        tables = make(rows, after(rows, 1))
+        pages = [0, 4] if quads else [0, 1, 2, 3, 4]
+        shared = [[crowd.slot, block, count] for block in pages for count in (48, 52)] + [[few.slot, 0, 60]]
+        assert tables.items[: len(shared), [0, 1, 3]].tolist() == shared
+        assert tables.num_quads == (2 if quads else 0) and (tables.items[len(shared) :, 3] == 1).all()
+    assert asked == [(160, 11)] * 2
+
+
+def _without_families(takes_quads: TakesQuads) -> Callable[[list[Sequence], list[int]], AttentionTables]:
+    def tables(rows: list[Sequence], lengths: list[int]) -> AttentionTables:
+        return attention_tables(rows, [0] * len(rows), [length // 64 + 1 for length in lengths], takes_quads)
+
+    return tables
 
 
 def test_who_are_no_families() -> None:

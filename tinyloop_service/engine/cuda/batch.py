@@ -2,7 +2,7 @@
 
 A *split* is one page, 64 absolute positions of a cache layer, or a quad, four of them from a multiple of 4 blocks on.
 Decoding: splits that several rows of a batch read through the same owner are one item with an entry for each of them,
-so that a shared prefix is read once.
+so that a shared prefix is read once; of more than 64 rows they are several such items, side by side.
 
     items      (owner's slot, block, first entry, number of entries, source's slot, tokens)   quads first
     entries    (row, ordinal of the split among the row's)                 of one item side by side
@@ -22,22 +22,24 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.engine.api import PAGE_TOKENS
 from tinyloop_service.engine.cuda.sequences import Sequence
+from tinyloop_service.kernels.decode_attention import MOST_ENTRIES
 from tinyloop_service.kernels.page_layout import QUAD_PAGES
 
 Ints = NDArray[np.int32]
 TILE_TOKENS = 64
-TakesQuads = Callable[[int, int], bool]  # of so many rows, if several of them read so many pages
+TakesQuads = Callable[[int, int], bool]  # of so many rows, if the pages that several of them read are so many items
 Tile = tuple[int, int, int, int, int, int]  # slot, first row, tokens, position of the first, window, shared blocks
 _WORD = struct.Struct("i")
+_WHOLE_ENTRIES = 16  # rows of whole tiles of queries, where 1, 2, 4, 8 or 16 heads share a K/V head
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,33 @@ def attention_tables(
     entries[:, 0], entries[:, 1] = reader, block + lowest - first[reader]
     tables = AttentionTables(items, entries, end - first)
     quads = _quads(tables, np.array([row.window > 0 for row in rows]))
-    if quads.size and takes_quads(len(rows), int(np.count_nonzero(sizes > 1))):
+    if quads.size and takes_quads(len(rows), sum(len(parts_of(count)) for count in sizes[sizes > 1].tolist())):
         tables = _join(tables, quads)
     for items in (tables.items[: tables.num_quads], tables.items[tables.num_quads :]):
         items[:] = items[np.lexsort((items[:, 4], -items[:, 5], -items[:, 3]))]
-    return tables
+    return _in_parts(tables)
+
+
+@cache
+def parts_of(readers: int) -> tuple[tuple[int, int], ...]:
+    """The items of a split that so many rows read, each as its first entry and how many: as few as there must be, as
+    equal as whole tiles allow.  Each of more than one has several entries."""
+    tiles, count = -(-readers // _WHOLE_ENTRIES), -(-readers // MOST_ENTRIES)
+    bounds = [min(tiles * nth // count * _WHOLE_ENTRIES, readers) for nth in range(count + 1)]
+    return tuple((begin, end - begin) for begin, end in pairwise(bounds))
+
+
+def _in_parts(tables: AttentionTables) -> AttentionTables:
+    """With several items for each that has too many entries."""
+    counts = tables.items[:, 3].tolist()
+    if max(counts) <= MOST_ENTRIES:
+        return tables
+    parts = [parts_of(count) for count in counts]
+    items = np.repeat(tables.items, [len(its) for its in parts], axis=0)
+    begins, sizes = np.array([*chain.from_iterable(parts)], np.int32).T
+    items[:, 2] += begins
+    items[:, 3] = sizes
+    return replace(tables, items=items, num_quads=sum(map(len, parts[: tables.num_quads])))
 
 
 def _name_sources(items: Ints, keys: NDArray[np.int64], rows: Rows[Sequence]) -> None:

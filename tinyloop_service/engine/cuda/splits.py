@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tinyloop_service.engine.api import PAGE_TOKENS
-from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, TakesQuads, attention_tables
+from tinyloop_service.engine.cuda.batch import AttentionTables, Ints, TakesQuads, attention_tables, parts_of
 from tinyloop_service.engine.cuda.sequences import Sequence
 from tinyloop_service.kernels.page_layout import QUAD_PAGES
 
@@ -59,6 +59,11 @@ class Family:
     first: int  # block that they read
 
     @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Items of a split that they share: the first of its entries, and how many."""
+        return parts_of(len(self.readers))
+
+    @property
     def blocks(self) -> range:
         """Of those inherited, which they read."""
         return range(self.first, len(self.owners))
@@ -97,10 +102,10 @@ def tables_of_families(
     """`attention_tables` for rows that are these families: the same items, their entries elsewhere, by few calls of
     NumPy.  What those cost in a service, which runs much else between two of them, is more than what they do."""
     quads = [family.quads(rows) for family in families]
-    num_shared = sum(len(family.blocks) for family in families if len(family.readers) > 1)
+    num_shared = sum(len(family.blocks) * len(family.parts) for family in families if len(family.readers) > 1)
     if not (any(quads) and takes_quads(len(rows), num_shared)):
         quads = [[]] * len(families)
-    shared: list[tuple[bool, int, int, int, int]] = []  # not a quad; minus the entries, slot, block, first entry
+    shared: list[tuple[bool, int, int, int, int]] = []  # not a quad; minus the readers, slot, block, first entry
     alone: list[Alone] = []
     of_shared: list[tuple[list[int], int]] = []  # of each family that shares: its readers, how many splits
     row_items, num_entries = [0] * len(rows), 0
@@ -121,7 +126,11 @@ def tables_of_families(
         of_shared.append((family.readers, len(splits)))
     shared.sort()
     alone.sort()
-    items = [(slot, block, at, -minus_count, slot, 0) for _, minus_count, slot, block, at in shared]
+    items = [
+        (slot, block, at + begin, count, slot, 0)
+        for _, minus_readers, slot, block, at in shared
+        for begin, count in parts_of(-minus_readers)
+    ]
     items += [
         (slot, block, at, 1, source, -minus_copied)
         for at, (minus_copied, source, slot, block, _, _) in enumerate(alone, num_entries)
@@ -130,7 +139,7 @@ def tables_of_families(
         np.array(items, np.int32).reshape(-1, 6),
         _entries(of_shared, alone, num_entries),
         np.array(row_items, np.int32),
-        sum(map(len, quads)),
+        sum(len(begins) * len(family.parts) for family, begins in zip(families, quads, strict=True)),
     )
 
 
