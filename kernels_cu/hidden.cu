@@ -16,7 +16,8 @@
 //   triples         int32  [n][3]         (source place, target place, num_tokens 0 … 64); no target is a source
 //   pool            bytes  [slabs][slab_bytes]   place p is page p % per_slab, of page_bytes each, of slab p / per_slab
 //   gain            fp16   [d]            eps, inverse_width = 1 / d: fp32
-//   y               fp16   [T][d]; of load_hidden [n·64][d]; of round_hidden with TL_COLUMNS in columns (columns.cuh)
+//   y               fp16   [T][d]; of load_hidden [n·64][d]; of round_hidden with TL_COLUMNS in columns (columns.cuh),
+//                                        block_rows at a time, which divides T
 //   d a multiple of 64 (h-fp16: 8) and at most 2048 · TL_CHUNKS; everything 16-byte aligned.
 //
 // A block of 256 threads for a row; of load_hidden for up to four neighbouring rows, so that more loads are under way.
@@ -115,10 +116,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    round_hidden(const float* x, const u16* gain_of, float eps, float inverse_width, u16* y, i32 num_rows, i32 width) {
+    round_hidden(const float* x, const u16* gain_of, float eps, float inverse_width, u16* y, i32 width, i32 block_rows) {
   __shared__ float sums[kRowWarps];
   const Norm norm = {gain_of, eps, inverse_width, width};
-  const int row = blockIdx.x, all_rows = rows_of_columns(num_rows);
+  const int row = blockIdx.x;
+  const InColumns y_columns = in_columns(y, row, width, block_rows);
   const long long start = static_cast<long long>(row) * width;
   Gain gain;
   load_gain(gain, norm);
@@ -128,13 +130,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   load_x(rows[0], x + start, width);
   round_row(rows[0], width, [](int, const Code&) {});
   norm_rows(rows, gain, norm, sums, [&](int, int column, uint2 halves) {
-    if constexpr (TL_COLUMNS) {
-      u32* words = reinterpret_cast<u32*>(y);
-      words[word_in_columns(column, row, all_rows)] = halves.x;
-      words[word_in_columns(column + 2, row, all_rows)] = halves.y;
-    } else {
-      write_halves(y + start + column, halves);
-    }
+    if constexpr (TL_COLUMNS) store_columns(y_columns, column, halves);
+    else write_halves(y + start + column, halves);
   });
 }
 

@@ -1,4 +1,4 @@
-// Decode linears: s[r][n] = Σ_k weight[n][k] · x[r][k] for 1 to 64 rows r, and what each linear's sums become.
+// Decode linears: s[r][n] = Σ_k weight[n][k] · x[r][k] for the rows r of a batch, and what each linear's sums become.
 //
 //   linear_qkv       q[r] = rope(s) as half; K = rope(s) and V = s as half into the row's page (qkv.cuh), or with TL_KV_ROWS
 //                    into the row's kv, half [rows][2][G][D], which is then the pool; q or K and V alone
@@ -22,8 +22,8 @@
 // i + head_dim/2, or 2i with 2i+1), value heads are in order; of gate_up, g is the gate and g+8 the up of channel
 // 8·tile + g; the others are in order.
 //
-// Mapping, order of sums, shared memory: matmul.cuh, held.cuh.  grid: x the tiles / (kWarpsM · kTiles), y the partials;
-// 256 threads.  Accumulators and epilogues are fp32; q, K, V and h are rounded once, as they are stored.
+// Mapping, order of sums, shared memory: matmul.cuh, held.cuh.  grid: x the tiles / (kWarpsM · kTiles), y the partials,
+// z the rows / (8 · kRowTiles); 256 threads.  Accumulators and epilogues are fp32; q, K, V and h are rounded once, as they are stored.
 // Bytes: the weights once; x (rows · num_inputs / gridDim.y halves) by every block, out of L2.
 #include "fold_row.cuh"
 #include "held.cuh"
@@ -142,17 +142,21 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                const float* cos, const float* sin, u16* q, int num_heads, int num_kv_heads, int log2_head_tiles,
                int interleaved) {
   DYNAMIC_SHARED(shared);
-  const Product p = {weights, scales, x, rows, num_tiles, num_inputs, keep != 0};
+  const RowBlock block = row_block(rows, kRowTiles * 8);
+  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
+                     num_inputs, keep != 0};
   const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected,
                             eps, p);
-  StoreHeads epilogue = {{position, row_slot, tables, layer, max_layers, max_blocks, pool},
-                         {num_heads, num_kv_heads, log2_head_tiles, interleaved != 0, q},
+  const Heads heads = {num_heads, num_kv_heads, log2_head_tiles, interleaved != 0, q};
+  const Pages pages = {position, row_slot, tables, layer, max_layers, max_blocks, pool};
+  StoreHeads epilogue = {pages_from(pages, heads, block.first),
+                         heads_from(heads, block.first),
                          cos,
                          sin,
-                         rows,
+                         p.rows,
                          reinterpret_cast<Target*>(shared),
                          reinterpret_cast<float*>(shared + kTargetBytes)};
-  matmul(p, fold, shared + qkv_bytes(rows), epilogue);
+  matmul(p, fold, shared + qkv_bytes(p.rows), epilogue);
 }
 #endif
 
@@ -164,10 +168,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                    const u16* post_gain, const u16* loop_gain, const u16* gain, int inject, float* injected, float eps,
                    u16* h) {
   DYNAMIC_SHARED(shared);
-  const Product p = {weights, scales, x, rows, num_tiles, num_inputs, keep != 0};
+  const RowBlock block = row_block(rows, kRowTiles * 8);
+  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
+                     num_inputs, keep != 0};
   const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected,
                             eps, p);
-  matmul(p, fold, shared, StoreChannels{{}, h, num_tiles * 8});
+  matmul(p, fold, shared, StoreChannels{{}, from_row(h, block.first, num_tiles * 8), num_tiles * 8});
 }
 #endif
 
@@ -177,9 +183,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     linear_partials(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
                     int keep, float* partials) {
   DYNAMIC_SHARED(shared);
-  const Product p = {weights, scales, x, rows, num_tiles, num_inputs, keep != 0};
+  const RowBlock block = row_block(rows, kRowTiles * 8);
+  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
+                     num_inputs, keep != 0};
   const int width = num_tiles * kTileRows;
-  matmul(p, {}, shared, StoreSums{{}, partials + static_cast<long long>(blockIdx.y) * rows * width, width});
+  matmul(p, {}, shared, StoreSums{{}, from_row(partials, blockIdx.y * rows + block.first, width), width});
 }
 #endif
 
@@ -191,9 +199,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   const u16* post_gain, const u16* loop_gain, const u16* gain, int inject, float* injected, float eps,
                   float* logits) {
   DYNAMIC_SHARED(shared);
-  const Product p = {weights, scales, x, rows, num_tiles, num_inputs, keep != 0};
+  const RowBlock block = row_block(rows, kRowTiles * 8);
+  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
+                     num_inputs, keep != 0};
   const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected,
                             eps, p);
-  matmul(p, fold, shared, StoreSums{{}, logits, num_tiles * kTileRows});
+  const int width = num_tiles * kTileRows;
+  matmul(p, fold, shared, StoreSums{{}, from_row(logits, block.first, width), width});
 }
 #endif

@@ -15,7 +15,7 @@
 // Tile rows: linear.cu.
 //
 // Mapping, order of sums, shared memory: wide.cuh.  grid: x the outputs / (64 · warpgroups), or fewer for several
-// rounds; y the slices of K.  Of all but linear_partials a cluster is all slices;
+// rounds; y the slices of K, z the rows / (8 · kRowTiles).  Of all but linear_partials a cluster is all slices;
 // linear_qkv has one round.
 // Accumulators and epilogues are fp32; q, K, V and h are rounded once, as they are stored.
 // Bytes: the weights once; x (rows · num_inputs / gridDim.y halves) by every block, out of L2.
@@ -121,12 +121,16 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
                u16* pool, const float* cos, const float* sin, u16* q, int num_heads, int num_kv_heads,
                int log2_head_tiles, int interleaved) {
   DYNAMIC_SHARED(shared);
-  const Product p = {weights, scales, x, rows, num_tiles, num_inputs, keep != 0};
-  StoreHeads epilogue = {{position, row_slot, tables, layer, max_layers, max_blocks, pool},
-                         {num_heads, num_kv_heads, log2_head_tiles, interleaved != 0, q},
+  const RowBlock block = row_block(rows, kRowTiles * 8);
+  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
+                     num_inputs, keep != 0};
+  const Heads heads = {num_heads, num_kv_heads, log2_head_tiles, interleaved != 0, q};
+  const Pages pages = {position, row_slot, tables, layer, max_layers, max_blocks, pool};
+  StoreHeads epilogue = {pages_from(pages, heads, block.first),
+                         heads_from(heads, block.first),
                          cos,
                          sin,
-                         rows,
+                         p.rows,
                          static_cast<int>(blockIdx.y % kCluster),
                          reinterpret_cast<Target*>(shared),
                          reinterpret_cast<float*>(shared + kTargetBytes)};
@@ -155,11 +159,14 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
     linear_gate_up(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
                    int keep, u16* h) {
   DYNAMIC_SHARED(shared);
-  const Product p = {weights, scales, x, rows, num_tiles, num_inputs, keep != 0};
+  const RowBlock block = row_block(rows, kRowTiles * 8);
+  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
+                     num_inputs, keep != 0};
+  u16* h_rows = from_row(h, block.first, num_tiles * 8);
 #if TL_H_COLUMNS
-  StoreColumns epilogue = {reinterpret_cast<u32*>(h)};
+  StoreColumns epilogue = {reinterpret_cast<u32*>(h_rows)};
 #else
-  EachRow<StoreChannels> epilogue = {{{}, h, num_tiles * 8}, rows};
+  EachRow<StoreChannels> epilogue = {{{}, h_rows, num_tiles * 8}, p.rows};
 #endif
   multiply_wide(p, shared, epilogue);
 }
@@ -171,9 +178,12 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
     linear_partials(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
                     int keep, float* partials) {
   DYNAMIC_SHARED(shared);
+  const RowBlock block = row_block(rows, kRowTiles * 8);
+  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
+                     num_inputs, keep != 0};
   const int width = num_tiles * kTileRows, partial = blockIdx.y / kCluster;
-  EachRow<StoreSums> epilogue = {{{}, partials + static_cast<long long>(partial) * rows * width, width}, rows};
-  multiply_wide({weights, scales, x, rows, num_tiles, num_inputs, keep != 0}, shared, epilogue);
+  EachRow<StoreSums> epilogue = {{{}, from_row(partials, partial * rows + block.first, width), width}, p.rows};
+  multiply_wide(p, shared, epilogue);
 }
 #endif
 
@@ -183,7 +193,11 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
     linear_logits(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
                   int keep, float* logits) {
   DYNAMIC_SHARED(shared);
-  EachRow<StoreSums> epilogue = {{{}, logits, num_tiles * kTileRows}, rows};
-  multiply_wide({weights, scales, x, rows, num_tiles, num_inputs, keep != 0}, shared, epilogue);
+  const RowBlock block = row_block(rows, kRowTiles * 8);
+  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
+                     num_inputs, keep != 0};
+  const int width = num_tiles * kTileRows;
+  EachRow<StoreSums> epilogue = {{{}, from_row(logits, block.first, width), width}, p.rows};
+  multiply_wide(p, shared, epilogue);
 }
 #endif

@@ -4,7 +4,7 @@
 // x, x_out  float [rows][width], may be the same; x_out null: x is as it should be
 // partials  float [num_partials][rows][width], 0 to 16 of them
 // gains     half [width] or null                      injected  float [rows][width] or null
-// y         half [rows][width], or in columns (TL_COLUMNS, columns.cuh)
+// y         half [rows][width], or in columns (TL_COLUMNS, columns.cuh), block_rows at a time, which divides rows
 // width is a multiple of 4 and at most 1024 · TL_CHUNKS; everything 16-byte aligned.
 // With TL_NORM_ONLY there is nothing but x, gain and y, and the other arguments are not read: the same bits out of fewer
 // registers, so that all rows of a prompt are under way at once.
@@ -22,7 +22,7 @@
 extern "C" __global__ void __launch_bounds__(kFoldThreads)
     fold_norm(const float* x, float* x_out, const float* partials, int num_partials, const u16* post_gain,
               const u16* loop_gain, const u16* gain, int inject, float* injected, float eps, u16* y, int rows,
-              int width) {
+              int width, int block_rows) {
   __shared__ float scratch[kFoldScratch];
   const float inverse_width = 1.0f / static_cast<float>(width);
   const Fold whole = {x, x_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected, rows, width, eps,
@@ -31,17 +31,13 @@ extern "C" __global__ void __launch_bounds__(kFoldThreads)
                           inverse_width};
   const Fold f = TL_NORM_ONLY ? norm_only : whole;
   const Gains gains = load_gains(f);
-  const int row = blockIdx.x, num_rows = rows_of_columns(rows);
+  const int row = blockIdx.x;
   u16* y_row = y + static_cast<long long>(row) * width;
-  u32* y_words = reinterpret_cast<u32*>(y);
+  const InColumns y_columns = in_columns(y, row, width, block_rows);
   dependency_launch();
   dependency_wait();
   fold_rows<1>(f, gains, row, scratch, [&](int, int column, uint2 halves) {
-    if constexpr (TL_COLUMNS) {
-      y_words[word_in_columns(column, row, num_rows)] = halves.x;
-      y_words[word_in_columns(column + 2, row, num_rows)] = halves.y;
-    } else {
-      *reinterpret_cast<uint2*>(y_row + column) = halves;
-    }
+    if constexpr (TL_COLUMNS) store_columns(y_columns, column, halves);
+    else *reinterpret_cast<uint2*>(y_row + column) = halves;
   });
 }

@@ -39,6 +39,21 @@ DEVICE int head_of(const Heads& h, int tile) { return tile >> h.log2_tiles; }
 DEVICE int tile_in_head(const Heads& h, int tile) { return tile & ((1 << h.log2_tiles) - 1); }
 DEVICE bool is_turned(const Heads& h, int tile) { return head_of(h, tile) < h.num_heads + h.num_kv_heads; }
 
+// Those of the rows from `first` on.
+DEVICE Pages pages_from(const Pages& pages, const Heads& heads, int first) {
+  Pages from = pages;
+  from.position += first;
+  if (!TL_KV_ROWS) from.row_slot += first;
+  else from.pool += static_cast<long long>(first) * 2 * heads.num_kv_heads * head_dim(heads);
+  return from;
+}
+
+DEVICE Heads heads_from(const Heads& heads, int first) {
+  Heads from = heads;
+  from.q += static_cast<long long>(first) * heads.num_heads * head_dim(heads);
+  return from;
+}
+
 DEVICE int slot_of(const Pages& pages, int row) { return TL_KV_ROWS ? 0 : pages.row_slot[row]; }
 
 // The id of the page of a row; −1: a row of padding, which has none.

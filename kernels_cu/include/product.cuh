@@ -6,11 +6,27 @@ struct Product {
   const uint4* weights;  // tiles, weight_tiles.cuh
   const u32* scales;     // null: fp16
   const u16* x;          // half [rows][num_inputs]
-  int rows;
+  int rows;              // of this thread block
   int num_tiles;
   int num_inputs;
   bool keep;  // weights stay in L2
 };
+
+// Rows of the batch are shared out among the blocks along z, `most` to each of them.  The last may begin among those of
+// the block in front, whose bits it makes as well: so all are alike.
+struct RowBlock {
+  int first, rows;
+};
+
+DEVICE RowBlock row_block(int rows, int most) {
+  return {max(0, min(static_cast<int>(blockIdx.z) * most, rows - most)), min(rows, most)};
+}
+
+// Where row `first` begins.
+template <class T>
+DEVICE T* from_row(T* array, int first, int width) {
+  return array + static_cast<long long>(first) * width;
+}
 
 // Parts of K: begin(p) … begin(p+1), in units.
 DEVICE int part_begin(int part, int num_parts, int num_units) { return num_units * part / num_parts; }

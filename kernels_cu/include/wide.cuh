@@ -1,5 +1,5 @@
-// The product of all decode linears for many rows on sm_90a: sums[n][r] = Σ_k weight[n][k] · x[r][k], 1 to 64 rows r,
-// by wgmma, with the bits of matmul.cuh.
+// The product of all decode linears for many rows on sm_90a: sums[n][r] = Σ_k weight[n][k] · x[r][k], for 1 to 64
+// rows r, by wgmma, with the bits of matmul.cuh.
 //
 // A warpgroup multiplies 64 outputs (a weight tile a warp) by a slice of K: kParts neighbouring parts.  A block is
 // kWarpgroups of them over one slice, whose activations it keeps in shared memory; a cluster is kCluster neighbouring

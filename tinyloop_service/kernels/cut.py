@@ -8,21 +8,34 @@ speed differs.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tinyloop_service.kernels.pack import BLOCK_INPUTS, LinearKind
 
 PARTS: dict[LinearKind, int] = {"qkv": 8, "o": 8, "gate_up": 2, "down": 16, "head": 2}  # of K; fixes every sum's order
-MOST_ROWS = 64
+MOST_ROWS = 256
+_MOST_BLOCK_ROWS = 64  # that one thread block multiplies
 WARPS = 8
 _KIB = 1024
 _MOST_TILES = 3
 _MOST_DEPTH = 6
 _FOLD_BYTES = 96  # of shared memory for each row that fold_row.cuh works on at a time
-_TARGET_BYTES = 16 * MOST_ROWS  # of linear_qkv: where each row's K and V go
+_TARGET_BYTES = 16 * _MOST_BLOCK_ROWS  # of linear_qkv: where each row's K and V go
 _RESIDENT_BYTES = 64 * _KIB  # of x in a block up to which it is loaded at once
 _SMALL_RING_BYTES = 80 * _KIB  # of weights: leaves the next kernel room to load its own
+
+
+def num_row_blocks(rows: int) -> int:
+    """Thread blocks that share the rows of a batch."""
+    return -(-rows // _MOST_BLOCK_ROWS)
+
+
+def block_rows(rows: int) -> int:
+    """Rows of a thread block: whole tiles of 8, unless it has them all.  The last two may have some in common."""
+    num_blocks = num_row_blocks(rows)
+    return rows if num_blocks == 1 else -(-rows // (8 * num_blocks)) * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +46,8 @@ class Product:
     num_tiles: int  # N / 16
     num_inputs: int  # K
     group: int  # 0: fp16 weights
-    rows: int  # R
+    rows: int  # R; of a thread block, where `row_blocks` share R
+    row_blocks: int = 1
 
     @property
     def row_tiles(self) -> int:
@@ -74,7 +88,7 @@ class Cut:
         return PARTS[kind] // (WARPS // self.warps_m * self.warp_parts)
 
     def grid(self, p: Product) -> tuple[int, int, int]:
-        return -(-p.num_tiles // (self.warps_m * self.tiles)), self.num_partials(p.kind), 1
+        return -(-p.num_tiles // (self.warps_m * self.tiles)), self.num_partials(p.kind), p.row_blocks
 
     def num_stages(self, p: Product) -> int:
         """Of the longest part."""
@@ -153,6 +167,6 @@ def _small_depth(p: Product, tiles: int) -> int:
 
 def _preference(cut: Cut, p: Product, num_sms: int) -> tuple[int, int, bool, int, bool, int]:
     grid = cut.grid(p)
-    waves = -(-grid[0] * grid[1] // num_sms)
+    waves = -(-math.prod(grid) // num_sms)
     to_avoid = cut.held != (waves == 1)  # a block that holds much leaves no room for the next one's start
     return cut.num_partials(p.kind), waves * cut.tiles, to_avoid, -cut.tiles, not cut.resident, -cut.depth

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from tinyloop_service.kernels.columns import require_columns
+from tinyloop_service.kernels.cut import block_rows
 from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.match import match, require
 from tinyloop_service.types import CacheMode
@@ -88,15 +90,14 @@ def round_hidden(
     """y as of store_hidden, and nothing is stored.
 
     x float32 [R, d], gain float16 [d], y float16 [R, d]; with `columns` the same memory in the order of
-    kernels_cu/include/columns.cuh, R a multiple of 8 and d of 64.
+    kernels_cu/include/columns.cuh, if R fits (columns.py).
     """
     sizes = match("round_hidden", x=(x, "float32", "R, d"), gain=(gain, "float16", "d"), y=(y, "float16", "R, d"))
     _check_width("round_hidden", mode, sizes["d"])
-    given = sizes["R"], sizes["d"]
-    fits = not columns or (given[0] % 8 == 0 and given[1] % 64 == 0)
-    require("round_hidden", fits, f"y is {given}, in columns a multiple of (8, 64)")
+    if columns:
+        require_columns("round_hidden", "y", sizes["R"], sizes["d"])
     kernel = device.kernel("hidden", "round_hidden", **_defines(mode, sizes["d"]), TL_COLUMNS=int(columns))
-    arguments = x, gain, *_norm(eps, sizes["d"]), y, np.int32(sizes["R"]), np.int32(sizes["d"])
+    arguments = x, gain, *_norm(eps, sizes["d"]), y, np.int32(sizes["d"]), np.int32(block_rows(sizes["R"]))
     device.launch(kernel, (sizes["R"], 1, 1), _THREADS, arguments, dependent=dependent)
 
 

@@ -1,4 +1,4 @@
-"""Decode linears, 1 to 64 rows: launches kernels_cu/linear.cu, and linear_wide.cu for many rows on sm_90.
+"""Decode linears, 1 to 256 rows: launches kernels_cu/linear.cu, and linear_wide.cu for many rows on sm_90.
 
 In: packed weights and fp16 activations.  Out: q and pages, h, partials or logits, written on the device's stream.
 Bits of a row depend on that row and the weights alone.  Refuses arrays of another shape or type; how a launch is cut
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tinyloop_service.kernels.cut import MOST_ROWS, Cut, Product, choose_cut
+from tinyloop_service.kernels.columns import fit_columns, require_columns
+from tinyloop_service.kernels.cut import MOST_ROWS, Cut, Product, block_rows, choose_cut, num_row_blocks
 from tinyloop_service.kernels.device import Argument, Array, Device
 from tinyloop_service.kernels.linear_wide import WideCut, choose_wide_cut
 from tinyloop_service.kernels.match import KernelArgumentError, match
@@ -202,7 +203,7 @@ def num_partials(device: Device, packed: PackedLinear, rows: int) -> int:
 
 def takes_columns(device: Device, packed: PackedLinear, rows: int) -> bool:
     """Whether this linear's input of so many rows can be, and had better be, in columns."""
-    return rows % 8 == 0 and isinstance(_choose(device, product_of(packed, rows)), WideCut)
+    return fit_columns(rows) and isinstance(_choose(device, product_of(packed, rows)), WideCut)
 
 
 def cut_of(device: Device, packed: PackedLinear, rows: int) -> AnyCut:
@@ -234,7 +235,8 @@ def _parts(device: Device, packed: PackedLinear, rows: int) -> tuple[slice, ...]
 
 
 def product_of(packed: PackedLinear, rows: int) -> Product:
-    return Product(packed.kind, packed.num_tiles, packed.num_inputs, packed.group, rows)
+    row_blocks = num_row_blocks(rows)
+    return Product(packed.kind, packed.num_tiles, packed.num_inputs, packed.group, block_rows(rows), row_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +254,8 @@ class _Input:
     def of(cls, name: str, y: Array | Fold, columns: bool) -> _Input:
         if not isinstance(y, Fold):
             sizes = match(name, y=(y, "float16", "R, K"))
-            if columns and sizes["R"] % 8:
-                raise KernelArgumentError(f"{name}: {sizes['R']} rows in columns, expected a multiple of 8")
+            if columns:
+                require_columns(name, "y", sizes["R"], sizes["K"])
             return cls(sizes["R"], sizes["K"], y, columns, _NO_FOLD, {})
         sizes = y.check(name)
         rows, width = sizes["R"], sizes["W"]

@@ -8,6 +8,7 @@ mean.  Bits of a row are those of linear.cu under every cut.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -50,7 +51,7 @@ class WideCut:
         return PARTS[kind] // (self.parts * self.cluster)
 
     def grid(self, p: Product) -> tuple[int, int, int]:
-        return self.grid_outputs, PARTS[p.kind] // self.parts, 1
+        return self.grid_outputs, PARTS[p.kind] // self.parts, p.row_blocks
 
     def shared_bytes(self, p: Product, *, columns: bool = False) -> int:
         """As take_share in wide_feed.cuh lays it out."""
@@ -92,13 +93,14 @@ def choose_wide_cut(p: Product, *, num_sms: int, limit: int) -> WideCut | None:
 def _candidates(p: Product, num_sms: int) -> Iterator[WideCut]:
     parts, cluster = _SHAPES[p.kind]
     slices = PARTS[p.kind] // parts
+    units = p.most_blocks(slices) // p.unit_blocks
+    depths = range(2, max(2, units if units <= _MOST_DEPTH else _MOST_DEPTH - 1) + 1)
+    at_once = _usable(num_sms, cluster) // slices
     for warpgroups in range(1, _MOST_WARPGROUPS + 1):
         blocks = -(-p.num_tiles // (_WARPGROUP_TILES * warpgroups))
-        at_once = max(1, _usable(num_sms, cluster) // slices)
-        grid_outputs = blocks if p.kind == "qkv" else min(blocks, at_once)  # whose epilogue knows one round
-        units = p.most_blocks(slices) // p.unit_blocks
-        for depth in range(2, max(2, units if units <= _MOST_DEPTH else _MOST_DEPTH - 1) + 1):
-            yield WideCut(warpgroups, parts, cluster, depth, grid_outputs)
+        grids = {min(blocks, max(1, most)) for most in (at_once, at_once // p.row_blocks)}
+        for grid_outputs in [blocks] if p.kind == "qkv" else sorted(grids):  # whose epilogue knows one round
+            yield from (WideCut(warpgroups, parts, cluster, depth, grid_outputs) for depth in depths)
 
 
 def _usable(num_sms: int, cluster: int) -> int:
@@ -108,6 +110,7 @@ def _usable(num_sms: int, cluster: int) -> int:
 
 def _preference(cut: WideCut, p: Product, num_sms: int) -> tuple[int, int, int]:
     grid = cut.grid(p)
-    waves = -(-grid[0] * grid[1] // max(1, _usable(num_sms, cut.cluster)))
+    waves = -(-math.prod(grid) // max(1, _usable(num_sms, cut.cluster)))
     rounds = -(-p.num_tiles // (_WARPGROUP_TILES * cut.warpgroups * cut.grid_outputs))
-    return waves * rounds * cut.warpgroups, -cut.warpgroups, -cut.depth
+    work = waves * (rounds * cut.warpgroups + 1)  # the start of a wave costs about as much as a warpgroup's round
+    return work, -cut.warpgroups, -cut.depth

@@ -11,6 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from tinyloop_service.kernels.columns import require_columns
+from tinyloop_service.kernels.cut import block_rows
 from tinyloop_service.kernels.device import Argument, Array, Device
 from tinyloop_service.kernels.match import KernelArgumentError, match
 
@@ -95,7 +97,7 @@ def fold_norm(
 ) -> None:
     """x moves on in place and y follows from it, as Fold says.
 
-    y float16 [R, W]; with `columns` the same memory in the order of kernels_cu/include/columns.cuh, R a multiple of 8.
+    y float16 [R, W]; with `columns` the same memory in columns, if R fits (columns.py).
     """
     norm_only = partials is None and loop_gain is None and inject == "none" and gain is not None
     fold = Fold(
@@ -111,9 +113,10 @@ def fold_norm(
     )
     sizes = fold.check("fold_norm")
     match("fold_norm", sizes, y=(y, "float16", "R, W"))
-    if columns and (sizes["R"] % 8 or sizes["W"] % 64):
-        raise KernelArgumentError(f"fold_norm: y is {sizes['R'], sizes['W']}, in columns a multiple of (8, 64)")
+    if columns:
+        require_columns("fold_norm", "y", sizes["R"], sizes["W"])
     defines = {"TL_CHUNKS": num_chunks(sizes["W"]), "TL_NORM_ONLY": int(norm_only), "TL_COLUMNS": int(columns)}
     kernel = device.kernel("norm", "fold_norm", **defines)
-    arguments = (*fold.arguments(sizes["C"]), y, np.int32(sizes["R"]), np.int32(sizes["W"]))
+    counts = (np.int32(n) for n in (sizes["R"], sizes["W"], block_rows(sizes["R"])))
+    arguments = (*fold.arguments(sizes["C"]), y, *counts)
     device.launch(kernel, (sizes["R"], 1, 1), THREADS, arguments, dependent=dependent)

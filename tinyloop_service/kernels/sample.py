@@ -19,7 +19,7 @@ from tinyloop_service.kernels.device import Array, Device
 from tinyloop_service.kernels.match import KernelArgumentError, match, require
 from tinyloop_service.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, Sampling, TokenIds
 
-MAX_ROWS = 64
+MAX_ROWS = 64  # unless more are asked for
 _SCAN_THREADS, _FINISH_THREADS = 256, 512
 _CHUNK, _GROUP = 2048, 32  # elements a block of the scan reads, and under one maximum
 _WEIGHT_BITS = 44
