@@ -384,3 +384,22 @@ def test_rows_that_depend_on_company_are_a_fault() -> None:
     with pytest.raises(EngineFault, match=r"self-check: .* a row of a batch of 8 gets other bits"):
         check_rows(Sloppy(), ROW_COUNTS)
     engine.step(Plan(0, close=(-1,)))
+
+
+def test_rows_that_several_thread_blocks_share_draw_what_they_draw_alone() -> None:
+    """70 rows off two prefixes, two of them in a window: what 67 of them share is more than one item of attention."""
+    driver = Driver(engine_of(PLAIN, kv_memory=32 << 20, row_counts=(1, 8, 72)))
+    prefixes = driver.prefix(TOKENS[:130]), driver.prefix(TOKENS[100:170])
+
+    def draw(numbers: range) -> list[Drawn]:
+        rows = [
+            driver.request(prefixes[i // 67], sampling=replace(HOT, seed=i), window=40 if i in (3, 68) else 0)
+            for i in numbers
+        ]
+        driver.decode(rows, 6, at_once=3)
+        driver.close(*rows)
+        return [driver.drawn.pop(row.id) for row in rows]
+
+    together = draw(range(70))
+    for first in (0, 3, 64, 66):
+        assert draw(range(first, first + 4)) == together[first : first + 4]

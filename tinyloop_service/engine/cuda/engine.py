@@ -42,7 +42,7 @@ from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.sample import SamplerTables
 from tinyloop_service.types import CacheMode
 
-ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)  # what a batch of decoding rows is padded to
+ROW_COUNTS = (1, 2, 4, 8, *range(16, 65, 8), 80, 96, 112, 128)  # what a batch of decoding rows is padded to
 MAX_ROWS = 256  # of a plan, in batches of at most ROW_COUNTS[-1]
 MAX_CHUNK = 2048
 MAX_STEPS = 8
