@@ -77,10 +77,10 @@ class Decoder:
     def padded(self, rows: int) -> int:
         return next(count for count in self.row_counts if count >= rows)
 
-    def takes_quads(self, rows: int, pages: int) -> bool:
-        """Whether attention of so many rows, several of which read so many pages, had better be given quads."""
+    def takes_quads(self, rows: int, items: int) -> bool:
+        """Whether attention of so many rows, several of which share each of so many items, had better have quads."""
         spec, int8 = self._model.spec, is_int8(self._arena.pool)
-        return takes_quads(self._device, self.padded(rows), pages, spec.n_heads, spec.n_kv_heads, int8=int8)
+        return takes_quads(self._device, self.padded(rows), items, spec.n_heads, spec.n_kv_heads, int8=int8)
 
     def kinds(self, rows: int) -> tuple[bool, ...]:
         """Whether batches of so many rows are without quads, with them."""
