@@ -150,6 +150,28 @@ def test_steps_in_one_plan(driver: Driver, at_once: int) -> None:
     driver.close(row, prefix)
 
 
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("more", [0, 3, PAGE])
+def test_a_row_begins_and_goes_on_in_one_plan(any_driver: Driver, more: int, window: int) -> None:
+    """Beside one that decodes, off a partly filled page, by kept logits or tokens of its own, over the end of a page;
+    also to its very end."""
+    prefix, own = any_driver.prefix(TOKENS[:125], window=window), TOKENS[150 : 150 + more]
+    other = any_driver.request(prefix, TOKENS[5:6], window=window)
+    alone = any_driver.alone(prefix, own, 6, sampling=HOT, window=window)
+    for most in (1, 3, 20):
+        held = any_driver.open(prefix, sampling=HOT, prompt=own, window=window, max_tokens=most)
+        begins: dict[str, Any] = {"prefill": (any_driver.chunk(held, more),)} if more else {"first": (held.id,)}
+        for row in (other, held):
+            row.length = row.length + 3 if row.end is None else min(row.length + 3, row.end)
+            any_driver.room(row, row.length)
+        result = any_driver.step(**begins, decode=(other.id, held.id), num_steps=3)
+        assert sorted(output.seq for output in result.rows) == [other.id, held.id]
+        any_driver.decode([held], 3)
+        assert any_driver.drawn.pop(held.id) == alone[:most]
+        any_driver.close(held)
+    any_driver.close(other, prefix)
+
+
 def test_any_mix_in_one_plan(driver: Driver) -> None:
     """Prefixes, depths and windows side by side, first tokens, a build, and decoding."""
     shapes = [(100, 2, 0), (64, 1, 0), (65, 3, 30), (100, 1, 70)]

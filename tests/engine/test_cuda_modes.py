@@ -149,6 +149,11 @@ def test_steps_in_one_plan(driver: Driver) -> None:
     test_cuda_bits.test_steps_in_one_plan(driver, 8)
 
 
+@pytest.mark.parametrize("more", [0, 3])
+def test_a_row_begins_and_goes_on_in_one_plan(driver: Driver, more: int) -> None:
+    test_cuda_bits.test_a_row_begins_and_goes_on_in_one_plan(driver, more, 0)
+
+
 def test_any_mix_in_one_plan(driver: Driver) -> None:
     test_cuda_bits.test_any_mix_in_one_plan(driver)
 

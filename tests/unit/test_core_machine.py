@@ -42,6 +42,7 @@ class CoreMachine(RuleBasedStateMachine):
         fault_at=st.sampled_from(FaultAt),
         quota=st.sampled_from(QUOTAS),
         keeps=st.booleans(),
+        goes_on=st.booleans(),
     )
     def start(
         self,
@@ -54,6 +55,7 @@ class CoreMachine(RuleBasedStateMachine):
         fault_at: FaultAt,
         quota: Quota,
         keeps: bool,
+        goes_on: bool,
     ) -> None:
         limits = dataclasses.replace(
             SMALL,
@@ -62,6 +64,7 @@ class CoreMachine(RuleBasedStateMachine):
             split_tokens=split,
             eos_token_ids=eos,
             least_chunk=5,
+            goes_on=goes_on,
         )
         options = SchedulerSettings(max_queue=12, max_prefixes=max_prefixes, aging_ns=aging_ns, max_overtaken=2)
         self.driver = Driver(limits, options, fault_at=fault_at)
@@ -313,6 +316,7 @@ def walk(seed: int, num_calls: int) -> None:
         fault_at=pick(list(FaultAt)),
         quota=pick(QUOTAS),
         keeps=pick([True, False]),
+        goes_on=pick([True, False]),
     )
     driver = machine.driver
     for _ in range(num_calls):

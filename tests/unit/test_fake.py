@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tinyloop_service.engine.api import Block, Clone, Drop, Extend, Open, Plan, Prefill, StepResult
+from tinyloop_service.engine.api import Block, Clone, Drop, Extend, Open, Plan, Prefill, RowOutput, StepResult
 from tinyloop_service.engine.fake import FAKE_LIMITS, FakeEngine, FaultAt
 from tinyloop_service.engine.fake_state import PlanViolation
 from tinyloop_service.engine.fake_tokens import expected_tokens
@@ -125,7 +125,7 @@ def test_what_is_sampled_follows_from_all_that_counts() -> None:
         (Plan(3, extend=(Extend(2, ((9, 10, 40),)),)), "does not exist"),
         (Plan(3, extend=(Extend(2, (block(1),)),)), "owned by 1"),
         (Plan(3, released=(0,)), "owned by 1"),
-        (Plan(3, decode=(2,), prefill=(Prefill(2, 72, (1,), 1),)), "takes part twice"),
+        (Plan(3, decode=(2,), prefill=(Prefill(2, 72, (1,)),)), "takes part twice"),
         (Plan(3, decode=(2,), num_steps=5), "5 steps"),
         (Plan(3, decode=(1,)), "before its first token"),
         (Plan(3, prefill=(Prefill(1, 69, (1,), 1),)), "prefill at 69 of 70"),
@@ -232,3 +232,27 @@ def test_logprobs_are_given_for_every_token_that_is_asked_for() -> None:
     assert len(row.logprobs) == 1 and len(row.logprobs[0].top) == 3 and row.logprobs[0].logprob <= 0
     (row,) = engine.step(Plan(3, decode=(2,), num_steps=3)).rows
     assert len(row.logprobs) == len(row.tokens) == 3
+
+
+def test_a_row_may_begin_and_go_on_in_one_plan_where_the_limits_say_so() -> None:
+    """Its output has all its tokens; steps are counted without the first."""
+    engine = FakeEngine(replace(LIMITS, goes_on=True), strict=True)
+    engine.step(prefix_plan())
+    plan = replace(row_plan(), decode=(2,), num_steps=3)
+    together = engine.step(plan)
+    (row,) = together.rows
+    apart = ready(row=False)
+    assert row.tokens == sampled(apart.step(row_plan()), apart.step(Plan(3, decode=(2,), num_steps=3)))
+    assert together.rows_by_step(plan) == (2, 1, 1) and together.took_every_step(plan)
+    with pytest.raises(PlanViolation, match="takes part twice"):
+        engine.step(Plan(3, decode=(2, 2)))
+
+
+def test_steps_that_a_row_did_not_take_are_not_counted() -> None:
+    """It began and ended with its first token."""
+    plan = Plan(1, prefill=(Prefill(1, 0, (3,)),), decode=(1, 2), num_steps=2)
+    ended = StepResult((RowOutput(1, (7,)), RowOutput(2, (8,))))
+    assert ended.rows_by_step(plan) == (2,) and not ended.took_every_step(plan)
+    went_on = StepResult((RowOutput(1, (7, 8, 9)), RowOutput(2, (8,))))
+    assert went_on.rows_by_step(plan) == (3, 1) and went_on.took_every_step(plan)
+    assert not StepResult((RowOutput(1, (7,)),)).took_every_step(replace(plan, decode=(), num_steps=1))

@@ -26,6 +26,7 @@ This file refuses to know how an engine computes, and what a name, a tenant or a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -57,6 +58,7 @@ class Limits:
     max_chunk: int  # prompt tokens of one plan, over all its prefills
     max_steps: int  # decode steps of one plan
     busy_steps: int = 1  # of them, while somebody waits for the next plan; several where a step is short
+    goes_on: bool = False  # rows may decode in the plan that draws their first token
     least_chunk: int = PAGE_TOKENS  # prompt tokens of one plan, below which fewer cost hardly less
     split_tokens: int = PAGE_TOKENS  # the fixed length of an attention split, a multiple of PAGE_TOKENS
     active_page_bytes: int = 0  # of a page in the form that is read, where that is not the stored one; else 0
@@ -164,7 +166,8 @@ class Drop:
 class Plan:
     """One unit of work.  Fields are carried out from top to bottom.
 
-    A sequence appears in at most one of `first`, `prefill` and `decode`.  Decode rows may hang from any mix of
+    A sequence appears in at most one of `first`, `prefill` and `decode`; but where the engine `goes_on`, one that draws
+    its first token may be in `decode` as well, and takes the steps behind it.  Decode rows may hang from any mix of
     prefixes and have any mix of loops; every one of them takes `num_steps` steps, or as many as there are before it
     ends (`Open`), and needs pages for those that its `end` lets it take.
     """
@@ -205,6 +208,16 @@ class RowOutput(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+def joined(outputs: Iterable[RowOutput]) -> tuple[RowOutput, ...]:
+    """Those of one sequence, which follow one another, as one."""
+    rows: dict[SequenceId, RowOutput] = {}
+    for output in outputs:
+        seq, tokens, logprobs = output
+        before = rows.get(seq)
+        rows[seq] = output if before is None else RowOutput(seq, before.tokens + tokens, before.logprobs + logprobs)
+    return tuple(rows.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A copy of a prefix's own pages and its kept logits: name → array of bytes, for files and for `Restore`."""
@@ -216,7 +229,7 @@ class Saved:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """One RowOutput for every `first`, every `last` prefill of a request, and every decode row that had not ended; one
-    Saved for every `save`."""
+    of all its tokens for a row that began and went on.  One Saved for every `save`."""
 
     rows: tuple[RowOutput, ...]
     saved: tuple[Saved, ...] = ()
@@ -226,12 +239,20 @@ class StepResult:
 
         Steps behind the last that anybody took are left out: engines need not run them.
         """
-        decoded = {*plan.decode}
-        lengths = Counter(len(row.tokens) for row in self.rows if row.seq in decoded)
-        fed = len(plan.first) + len(plan.prefill)
-        num_steps = max(lengths, default=0) or bool(fed)
-        rows = (sum(count for length, count in lengths.items() if length > step) for step in range(num_steps))
+        steps, fed = self._steps(plan), len(plan.first) + len(plan.prefill)
+        num_steps = max(steps, default=0) or bool(fed)
+        rows = (sum(count for taken, count in steps.items() if taken > step) for step in range(num_steps))
         return tuple(count + fed * (step == 0) for step, count in enumerate(rows))
+
+    def took_every_step(self, plan: Plan) -> bool:
+        """Some row did; where every one has ended, the engine need not have run what was left, and took no time."""
+        return max(self._steps(plan), default=0) == plan.num_steps
+
+    def _steps(self, plan: Plan) -> Counter[int]:
+        """How many decode rows took so many steps."""
+        decoded = {*plan.decode}
+        begun = decoded.intersection(plan.first) | decoded.intersection(prefill.seq for prefill in plan.prefill)
+        return Counter(len(row.tokens) - (row.seq in begun) for row in self.rows if row.seq in decoded)
 
 
 class Pending(Protocol):

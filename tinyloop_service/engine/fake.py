@@ -31,6 +31,7 @@ from tinyloop_service.engine.api import (
     Saved,
     SequenceId,
     StepResult,
+    joined,
 )
 from tinyloop_service.engine.fake_state import Pages, PlanViolation, Sequence, require, restore_state, save_state
 from tinyloop_service.engine.fake_tokens import MASK, NO_TOKENS, draw, draw_logprob, expected_tokens, mix
@@ -171,11 +172,12 @@ class FakeEngine:
         rows += [self._decode(seq, plan.num_steps) for seq in plan.decode if not self._sequence(seq).has_ended]
         for drop in plan.drop:
             self._drop(drop)
-        return StepResult(tuple(rows), saved)
+        return StepResult(joined(rows), saved)
 
     def _check_size(self, plan: Plan) -> None:
         limits = self._limits
-        parts = [*plan.first, *(p.seq for p in plan.prefill), *plan.decode]
+        begun = {*plan.first, *(prefill.seq for prefill in plan.prefill if prefill.last)} if limits.goes_on else set()
+        parts = [*plan.first, *(p.seq for p in plan.prefill), *(seq for seq in plan.decode if seq not in begun)]
         require(len(set(parts)) == len(parts), "a sequence takes part twice")
         require(len(plan.decode) <= limits.max_rows, f"{len(plan.decode)} rows")
         require(sum(len(p.tokens) for p in plan.prefill) <= limits.max_chunk, "a chunk that is too large")

@@ -129,7 +129,7 @@ class Core:
 
     def commit(self, plan: Plan, result: StepResult, now_ns: int, took_ns: int) -> None:
         """Apply what the engine answered, and how long it took.  Rows that ended in the meantime are dropped here."""
-        if _took_every_step(plan, result):
+        if result.took_every_step(plan):
             self._pace.learn(plan, took_ns)
             self._gathering.learn(plan, took_ns)
         for prefill in plan.prefill:
@@ -329,11 +329,6 @@ class Core:
             assert request is not None
             self._requests.fail(request, copy.copy(error))
             self._admission.remove(order)
-
-
-def _took_every_step(plan: Plan, result: StepResult) -> bool:
-    """Some row did; where every one has ended, the engine need not have run what was left, and took no time for it."""
-    return any(len(row.tokens) == plan.num_steps and row.seq in plan.decode for row in result.rows)
 
 
 def _identity(prefix: Prefix) -> tuple[str, str | None, int]:

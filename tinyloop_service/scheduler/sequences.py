@@ -40,7 +40,8 @@ class Extent:
         own = limits.own_blocks(self.start, self.end)
         if not self.window:
             return own
-        visible = self.window - 1 + max(limits.max_chunk, limits.max_steps)
+        chunk, steps = limits.max_chunk, limits.max_steps
+        visible = self.window - 1 + (chunk + steps if limits.goes_on else max(chunk, steps))
         return min(own, -(-visible // PAGE_TOKENS) + 1)
 
     def final_pages(self, limits: Limits) -> int:

@@ -227,6 +227,7 @@ def _limits(weights: ModelWeights, layout: Layout, num_slabs: int, max_chunk: in
         max_chunk=max_chunk,
         max_steps=MAX_STEPS,
         busy_steps=BUSY_STEPS,
+        goes_on=True,
         least_chunk=FIXED_ROWS,
         split_tokens=PAGE_TOKENS,
         snapshot_id=snapshot_id,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyloop_service.engine.api import RowOutput, Saved, SequenceId, StepResult
+from tinyloop_service.engine.api import RowOutput, Saved, SequenceId, StepResult, joined
 from tinyloop_service.engine.cuda.staging import Staging
 from tinyloop_service.engine.cuda.states import SavedState
 from tinyloop_service.errors import EngineFault
@@ -165,7 +165,8 @@ class PendingStep:
         try:
             self._event.synchronize()
             saved = tuple(Saved(state.seq, state.finish()) for state in self._saved)
-            return StepResult(tuple(chain.from_iterable(drawn.outputs() for drawn in self._drawn)), saved)
+            outputs = chain.from_iterable(drawn.outputs() for drawn in self._drawn)
+            return StepResult(joined(outputs) if len(self._drawn) > 1 else tuple(outputs), saved)
         except EngineFault as error:
             return error
         except Exception as error:
