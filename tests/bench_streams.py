@@ -53,7 +53,7 @@ from tinyloop_service.types import Delta, GenerationRequest, PrefixDefinition, S
 
 PREFIX = "bench"
 TOKENS = tuple(300 + i * 997 % 1500 for i in range(FAKE_LIMITS.max_steps))
-FAKE = replace(FAKE_LIMITS, num_pages=60_000, max_rows=256, busy_steps=4, goes_on=True, vocab_size=4096)
+FAKE = replace(FAKE_LIMITS, num_pages=60_000, max_rows=256, busy_steps=4, goes_on=64, vocab_size=4096)
 
 
 class BlankEngine(FakeEngine):

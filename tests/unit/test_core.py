@@ -189,7 +189,7 @@ def test_an_engine_of_short_steps_takes_several_while_somebody_waits() -> None:
 
 def test_rows_that_begin_beside_others_go_on_in_the_same_plan() -> None:
     """Off a prompt and off kept logits, in as many steps as the others take."""
-    driver = Driver(dataclasses.replace(SMALL, goes_on=True))
+    driver = Driver(dataclasses.replace(SMALL, goes_on=8))
     driver.create("p", tokens(70))
     driver.run()
     driver.submit(GenerationRequest((1, 2), 30))
@@ -206,15 +206,23 @@ def test_rows_that_begin_beside_others_go_on_in_the_same_plan() -> None:
     assert all(watched.is_over for watched in driver.requests.values())
 
 
+def test_rows_that_would_be_too_many_go_on_in_the_next_plan() -> None:
+    driver = Driver(dataclasses.replace(SMALL, goes_on=2))
+    for _ in range(3):
+        driver.submit(GenerationRequest((1, 2), 30))
+        driver.step()
+    assert [len(plan.decode) for plan in driver.plans] == [0, 2, 2]
+
+
 def test_rows_that_begin_alone_are_not_kept_from_their_first_token() -> None:
-    driver = Driver(dataclasses.replace(SMALL, goes_on=True))
+    driver = Driver(dataclasses.replace(SMALL, goes_on=8))
     driver.submit(GenerationRequest((1, 2), 12))
     driver.run()
     assert [(len(plan.prefill), len(plan.decode)) for plan in driver.plans[:2]] == [(1, 0), (0, 1)]
 
 
 def test_a_row_whose_first_token_ends_it_goes_nowhere() -> None:
-    driver = Driver(dataclasses.replace(SMALL, goes_on=True, eos_token_ids=tuple(range(0, 97, 2))))
+    driver = Driver(dataclasses.replace(SMALL, goes_on=8, eos_token_ids=tuple(range(0, 97, 2))))
     for i in range(12):
         driver.submit(GenerationRequest((1, i), 9))
         driver.step()
@@ -226,7 +234,7 @@ def test_a_row_whose_first_token_ends_it_goes_nowhere() -> None:
 @pytest.mark.parametrize("window", [1, 20, 64, 65])
 def test_a_row_with_a_window_has_pages_for_a_chunk_and_steps(window: int) -> None:
     """In one plan, which drops nothing before its end."""
-    driver = Driver(dataclasses.replace(SMALL, goes_on=True, max_steps=4, busy_steps=4))
+    driver = Driver(dataclasses.replace(SMALL, goes_on=8, max_steps=4, busy_steps=4))
     driver.submit(GenerationRequest((1, 2), 300))
     for _ in range(3):
         driver.step()

@@ -42,7 +42,7 @@ class CoreMachine(RuleBasedStateMachine):
         fault_at=st.sampled_from(FaultAt),
         quota=st.sampled_from(QUOTAS),
         keeps=st.booleans(),
-        goes_on=st.booleans(),
+        goes_on=st.sampled_from([0, 2, 8]),
     )
     def start(
         self,
@@ -55,7 +55,7 @@ class CoreMachine(RuleBasedStateMachine):
         fault_at: FaultAt,
         quota: Quota,
         keeps: bool,
-        goes_on: bool,
+        goes_on: int,
     ) -> None:
         limits = dataclasses.replace(
             SMALL,
@@ -316,7 +316,7 @@ def walk(seed: int, num_calls: int) -> None:
         fault_at=pick(list(FaultAt)),
         quota=pick(QUOTAS),
         keeps=pick([True, False]),
-        goes_on=pick([True, False]),
+        goes_on=pick([0, 2, 8]),
     )
     driver = machine.driver
     for _ in range(num_calls):

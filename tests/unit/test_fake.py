@@ -236,7 +236,7 @@ def test_logprobs_are_given_for_every_token_that_is_asked_for() -> None:
 
 def test_a_row_may_begin_and_go_on_in_one_plan_where_the_limits_say_so() -> None:
     """Its output has all its tokens; steps are counted without the first."""
-    engine = FakeEngine(replace(LIMITS, goes_on=True), strict=True)
+    engine = FakeEngine(replace(LIMITS, goes_on=2), strict=True)
     engine.step(prefix_plan())
     plan = replace(row_plan(), decode=(2,), num_steps=3)
     together = engine.step(plan)

@@ -58,7 +58,7 @@ class Limits:
     max_chunk: int  # prompt tokens of one plan, over all its prefills
     max_steps: int  # decode steps of one plan
     busy_steps: int = 1  # of them, while somebody waits for the next plan; several where a step is short
-    goes_on: bool = False  # rows may decode in the plan that draws their first token
+    goes_on: int = 0  # a row may decode in the plan that draws its first token, if at most so many decode in all
     least_chunk: int = PAGE_TOKENS  # prompt tokens of one plan, below which fewer cost hardly less
     split_tokens: int = PAGE_TOKENS  # the fixed length of an attention split, a multiple of PAGE_TOKENS
     active_page_bytes: int = 0  # of a page in the form that is read, where that is not the stored one; else 0

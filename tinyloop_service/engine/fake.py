@@ -176,7 +176,8 @@ class FakeEngine:
 
     def _check_size(self, plan: Plan) -> None:
         limits = self._limits
-        begun = {*plan.first, *(prefill.seq for prefill in plan.prefill if prefill.last)} if limits.goes_on else set()
+        begun = {*plan.first, *(prefill.seq for prefill in plan.prefill if prefill.last)}
+        begun = begun if len(plan.decode) <= limits.goes_on else set()
         parts = [*plan.first, *(p.seq for p in plan.prefill), *(seq for seq in plan.decode if seq not in begun)]
         require(len(set(parts)) == len(parts), "a sequence takes part twice")
         require(len(plan.decode) <= limits.max_rows, f"{len(plan.decode)} rows")

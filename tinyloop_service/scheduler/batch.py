@@ -50,8 +50,8 @@ def compose(
 ) -> None:
     """Fill the draft.  `is_busy`: somebody waits for the next plan, or is likely to.
 
-    Rows that become ready by it take part in the next one; in its decode steps, if others decode, where the engine
-    goes on: alone they would wait longer for their first token.
+    Rows that become ready by it decode in the next one; where the engine goes on, in this one if others do: alone they
+    would wait for their first token.
     """
     starting, decoding = list(requests.starting.values()), list(requests.decoding.values())
     feeds = list(sequences.feeds.values())
@@ -74,7 +74,7 @@ def compose(
             sequences.fed(feed)
             requests.fed(feed.sequence.id)
     if decoding:
-        if limits.goes_on:
+        if len(requests.decoding) <= limits.goes_on:
             decoding = list(requests.decoding.values())
         draft.decode((row.sequence for row in decoding), num_steps)
         requests.stepped(decoding, num_steps)

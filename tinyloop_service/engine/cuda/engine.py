@@ -47,6 +47,7 @@ MAX_ROWS = 256  # of a plan, in batches of at most ROW_COUNTS[-1]
 MAX_CHUNK = 2048
 MAX_STEPS = 8
 BUSY_STEPS = 4  # about as long as it takes to plan, and to tell what came of it
+GOES_ON = 64  # rows; more make a step so much longer that going on at once gains nothing
 _KERNELS_PER_LINE = 20  # of progress
 _GRAPHS_PER_LINE = 16
 
@@ -227,7 +228,7 @@ def _limits(weights: ModelWeights, layout: Layout, num_slabs: int, max_chunk: in
         max_chunk=max_chunk,
         max_steps=MAX_STEPS,
         busy_steps=BUSY_STEPS,
-        goes_on=True,
+        goes_on=GOES_ON,
         least_chunk=FIXED_ROWS,
         split_tokens=PAGE_TOKENS,
         snapshot_id=snapshot_id,
