@@ -211,12 +211,15 @@ async def test_a_thousand_cancelled_streams_leave_nothing_behind(
     assert {log["event"] for log in quiet_logs} <= {"listening", "ready", "answered", "cancelled"}
     quiet_logs.clear()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
-    objects = len(gc.get_objects())
-    await cancel_many(1000)
+    grown_objects = []
+    while min(grown_objects, default=2000) >= 2000 and len(grown_objects) < 2:  # an import is as many, but once
+        objects = len(gc.get_objects())
+        await cancel_many(1000)
+        grown_objects.append(len(gc.get_objects()) - objects)
     assert {log["event"] for log in quiet_logs} <= {"answered", "cancelled"}
     quiet_logs.clear()
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert len(gc.get_objects()) - objects < 2000, "about an object or two stays for each cancelled stream"
+    assert min(grown_objects) < 2000, "about an object or two stays for each cancelled stream"
     assert grown_kib < 20 * 1024, f"1000 cancelled streams left {grown_kib} KiB behind"
     load = served.scheduler.load()
     assert load.pages_free == load.pages_total
