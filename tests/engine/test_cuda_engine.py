@@ -369,6 +369,22 @@ def test_the_check_uses_no_page_that_is_not_there(num_pages: int) -> None:
     assert most == {3: None, 5: None, 6: 0, 29: 1, 30: 8}[num_pages]
 
 
+@pytest.mark.parametrize("max_seq_len", [1, 3, 4])
+def test_the_check_stays_within_the_longest_sequence(max_seq_len: int) -> None:
+    steps = []
+
+    class Short:
+        limits = replace(shared_engine(PLAIN).limits, max_seq_len=max_seq_len)
+
+        def step(self, plan: Plan) -> StepResult:
+            steps.append(plan)
+            return shared_engine(PLAIN).step(plan)
+
+    check_rows(Short(), (1,))
+    fed = sum(plan.num_prompt_tokens for plan in steps)
+    assert fed + sum(plan.num_steps for plan in steps if plan.decode) == (4 if max_seq_len == 4 else 0)
+
+
 def test_rows_that_depend_on_company_are_a_fault() -> None:
     engine = shared_engine(PLAIN)
 

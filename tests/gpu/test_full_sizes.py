@@ -27,7 +27,7 @@ from tinyloop_service.kernels.references.norm import sum_tree
 
 pytestmark = pytest.mark.gpu
 SPEC = SIZES["407m"]
-MOST_ROWS, ROWS = 64, (1, 7, 8, 9, 10, 17, 33, 50)
+MOST_ROWS, ROWS = 128, (1, 7, 8, 9, 10, 17, 33, 50, 64, 72, 100)
 HALF_ULP = 2.0**-11  # of fp16, relative
 
 

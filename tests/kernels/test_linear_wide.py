@@ -6,7 +6,9 @@ within a tolerance here.
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.linear_wide import WideCut, choose_wide_cut
 from tinyloop_service.kernels.match import KernelArgumentError
 from tinyloop_service.kernels.norm import Fold, fold_norm
-from tinyloop_service.kernels.pack import LinearKind, Pairing
+from tinyloop_service.kernels.pack import LinearKind, PackedLinear, Pairing
 from tinyloop_service.kernels.references.columns import in_columns, in_rows
 from tinyloop_service.kernels.references.norm import sum_tree
 
@@ -123,6 +125,9 @@ def test_columns_are_of_whole_tiles_of_rows_and_of_wide_cuts(device: Device) -> 
     y, sums = device.zeros((12, 128), np.float16), device.zeros((4, 12, 16), np.float32)
     with pytest.raises(KernelArgumentError, match=r"y is \(12, 128\), in columns a multiple of \(8, 64\)"):
         linear.linear_partials(device, case.packed, y, sums, cut=WideCut(1, 1, 2, 2, 1), columns=True)
+    gate_up, h = Case.make(device, "gate_up", (64, 64), 128, 128).packed, device.zeros((12, 64), np.float16)
+    with pytest.raises(KernelArgumentError, match=r"h is \(12, 64\), in columns a multiple of \(8, 64\)"):
+        linear.linear_gate_up(device, gate_up, y, h, cut=WideCut(1, 1, 2, 2, 1), h_columns=True)
     with pytest.raises(KernelArgumentError, match="cannot read columns"):
         linear.linear_partials(device, case.packed, y[:8], sums[:1, :8], cut=narrow(device, case, 8), columns=True)
     with pytest.raises(KernelArgumentError, match="in columns"):
@@ -171,6 +176,23 @@ def test_few_rows_small_matrices_and_long_inputs_are_left_to_the_others() -> Non
     assert choose_wide_cut(Product("o", 128, 2048, 128, 8), **sizes) is None
     assert choose_wide_cut(Product("o", 8, 128, 128, 64), **sizes) is None
     assert choose_wide_cut(Product("gate_up", 1024, 8192, 128, 64), **sizes) is None
+
+
+@pytest.mark.parametrize("group", [0, 32, 128])
+def test_h_is_in_columns_where_gate_up_can_write_them(device: Device, group: int) -> None:
+    """The activations of wide models do not fit the shared memory of a block of gate_up, while down's do."""
+    whole_gpu: Any = SimpleNamespace(arch=linear.WIDE_ARCH, num_sms=132, max_shared_bytes=SM_90_SHARED_BYTES)
+    answers = set()
+    for width, rows in itertools.product(range(512, 8193, 512), (*range(16, 65, 8), 80, 96, 112, 128)):
+        sizes: dict[LinearKind, tuple[int, int]] = {"gate_up": (8 * width, width), "down": (width, 4 * width)}
+        gate_up, down = (
+            cast(PackedLinear, SimpleNamespace(kind=kind, num_tiles=n // 16, num_inputs=k, group=group))
+            for kind, (n, k) in sizes.items()
+        )
+        takes, gives = (linear.takes_columns(whole_gpu, packed, rows) for packed in (down, gate_up))
+        assert linear.gives_columns(whole_gpu, gate_up, down, rows) == (takes and gives)
+        answers.add((takes, gives))
+    assert (True, False) in answers and (True, True) in answers
 
 
 def test_a_wide_cut_folds_nothing(device: Device) -> None:

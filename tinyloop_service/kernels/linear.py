@@ -153,6 +153,7 @@ def linear_gate_up(
     sizes = match("linear_gate_up", {"R": source.rows}, h=(h, "float16", "R, F"))
     _require("linear_gate_up", "columns of h", sizes["F"], packed.num_outputs // 2)
     if h_columns:
+        require_columns("linear_gate_up", "h", sizes["R"], sizes["F"])
         source.defines["TL_H_COLUMNS"] = 1
     _launch(device, "linear_gate_up", _GATE_UP, packed, source, (h,), cut, dependent)
 
@@ -204,6 +205,12 @@ def num_partials(device: Device, packed: PackedLinear, rows: int) -> int:
 def takes_columns(device: Device, packed: PackedLinear, rows: int) -> bool:
     """Whether this linear's input of so many rows can be, and had better be, in columns."""
     return fit_columns(rows) and isinstance(_choose(device, product_of(packed, rows)), WideCut)
+
+
+def gives_columns(device: Device, gate_up: PackedLinear, down: PackedLinear, rows: int) -> bool:
+    """Whether h of so many rows had better be in columns: `down` takes it so, and `gate_up` can write it."""
+    writer = _choose(device, product_of(gate_up, rows))
+    return takes_columns(device, down, rows) and isinstance(writer, WideCut)
 
 
 def cut_of(device: Device, packed: PackedLinear, rows: int) -> AnyCut:

@@ -27,7 +27,7 @@ from tinyloop_service.engine.cuda.weights import DeviceModel
 from tinyloop_service.kernels.decode_attention import decode_attention, takes_quads
 from tinyloop_service.kernels.device import Device, Graph
 from tinyloop_service.kernels.embed import embed
-from tinyloop_service.kernels.linear import linear_gate_up, linear_logits, linear_partials, takes_columns
+from tinyloop_service.kernels.linear import gives_columns, linear_gate_up, linear_logits, linear_partials
 from tinyloop_service.kernels.page_layout import is_int8
 from tinyloop_service.kernels.sample import SamplerTables, sample
 
@@ -155,7 +155,7 @@ class Decoder:
         """From the stream to what the down linear adds to it."""
         block, h = layer.block, self._h[:rows]
         given = self._stream.fold(layer.before_mlp, block.gate_up.packed)
-        columns = takes_columns(self._device, block.down.packed, rows)
+        columns = gives_columns(self._device, block.gate_up.packed, block.down.packed, rows)
         linear_gate_up(
             self._device, block.gate_up.packed, given.y, h, columns=given.columns, h_columns=columns,
             dependent=given.dependent,

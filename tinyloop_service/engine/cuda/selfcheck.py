@@ -28,6 +28,7 @@ from tinyloop_service.types import MAX_LOGPROBS, Sampling
 _COMPARED = 8  # rows at each place
 _REPEATS, _TRIALS = 3, 5  # of a product that is timed
 _STEPS = 2
+_LEAST_SEQ_LEN = 2 + _STEPS  # a prefix and a suffix of one token each, and those steps
 _PREFIX = -1  # sequence ids below zero are nobody else's
 _FIRST_ROW = -2
 
@@ -122,7 +123,7 @@ class _Trial:
 def check_rows(engine: Engine, row_counts: tuple[int, ...]) -> None:
     """Batches of every padded size, as far as there are pages for them; raises EngineFault."""
     check = _RowCheck(engine)
-    if not check.has_pages(0):
+    if not check.has_pages(0) or engine.limits.max_seq_len < _LEAST_SEQ_LEN:
         return
     check.build_prefix()
     for count in row_counts:

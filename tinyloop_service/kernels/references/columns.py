@@ -11,7 +11,7 @@ _AXES = (1, 2, 4, 0, 3)  # block, half, column, row, word of (row, block, half, 
 
 
 def in_columns(y: NDArray[np.float16]) -> NDArray[np.float16]:
-    """y [R, K] as the same bytes in columns, R a multiple of 8 and K of 64."""
+    """y [R, K] as the same bytes in columns, R a multiple of 8 and K of 64; of more than 64 rows, a block's of them."""
     rows, inputs = y.shape
     words = np.ascontiguousarray(y).view(np.uint32).reshape(rows, inputs // 64, 2, 4, 4)
     return np.ascontiguousarray(words.transpose(_AXES)).view(np.float16).reshape(rows, inputs)
