@@ -18,6 +18,7 @@ from test_small_cases import PLAIN
 from tinyloop_service.engine.api import Extend, Open, Plan, Prefill, StepResult
 from tinyloop_service.engine.cache_modes import H_MODES, page_bytes
 from tinyloop_service.engine.cuda import CudaEngine
+from tinyloop_service.engine.cuda.engine import affordable
 from tinyloop_service.engine.cuda.probe import DeviceUnavailable, check_spec
 from tinyloop_service.engine.cuda.products import FIXED_ROWS, Products, least_rows
 from tinyloop_service.engine.cuda.selfcheck import check_rows
@@ -367,6 +368,13 @@ def test_the_check_uses_no_page_that_is_not_there(num_pages: int) -> None:
     check_rows(Small(), (1, 8))
     most = max(sizes, default=None)  # three layers: two blocks of the prefix, one of each row
     assert most == {3: None, 5: None, 6: 0, 29: 1, 30: 8}[num_pages]
+
+
+def test_long_sequences_make_batches_smaller() -> None:
+    """By what attention keeps of every row, head and block: at 2^20 tokens 4.3 MB a row, of a model with one head."""
+    long, counts = replace(PLAIN, max_seq_len=1 << 20), (1, 64, 80, 128)
+    assert [affordable(counts, long, gib << 30)[-1] for gib in (1, 24, 36)] == [64, 80, 128]
+    assert affordable(counts, PLAIN, 1 << 30) == counts
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 3, 4])

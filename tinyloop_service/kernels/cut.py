@@ -16,20 +16,20 @@ from tinyloop_service.kernels.pack import BLOCK_INPUTS, LinearKind
 
 PARTS: dict[LinearKind, int] = {"qkv": 8, "o": 8, "gate_up": 2, "down": 16, "head": 2}  # of K; fixes every sum's order
 MOST_ROWS = 256
-_MOST_BLOCK_ROWS = 64  # that one thread block multiplies
+BLOCK_ROWS = 64  # that one thread block multiplies
 WARPS = 8
 _KIB = 1024
 _MOST_TILES = 3
 _MOST_DEPTH = 6
 _FOLD_BYTES = 96  # of shared memory for each row that fold_row.cuh works on at a time
-_TARGET_BYTES = 16 * _MOST_BLOCK_ROWS  # of linear_qkv: where each row's K and V go
+_TARGET_BYTES = 16 * BLOCK_ROWS  # of linear_qkv: where each row's K and V go
 _RESIDENT_BYTES = 64 * _KIB  # of x in a block up to which it is loaded at once
 _SMALL_RING_BYTES = 80 * _KIB  # of weights: leaves the next kernel room to load its own
 
 
 def num_row_blocks(rows: int) -> int:
     """Thread blocks that share the rows of a batch."""
-    return -(-rows // _MOST_BLOCK_ROWS)
+    return -(-rows // BLOCK_ROWS)
 
 
 def block_rows(rows: int) -> int:

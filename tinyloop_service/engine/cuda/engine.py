@@ -38,6 +38,7 @@ from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.errors import EngineFault
 from tinyloop_service.kernels import page_layout
+from tinyloop_service.kernels.cut import BLOCK_ROWS
 from tinyloop_service.kernels.device import Device
 from tinyloop_service.kernels.sample import SamplerTables
 from tinyloop_service.types import CacheMode
@@ -48,6 +49,7 @@ MAX_CHUNK = 2048
 MAX_STEPS = 8
 BUSY_STEPS = 4  # about as long as it takes to plan, and to tell what came of it
 GOES_ON = 64  # rows; more make a step so much longer that going on at once gains nothing
+_SCRATCH_SHARE = 1 / 64  # of free memory, for batches of many rows
 _KERNELS_PER_LINE = 20  # of progress
 _GRAPHS_PER_LINE = 16
 
@@ -78,6 +80,7 @@ class CudaEngine:
         say, spec, layout = progress or (lambda _: None), weights.spec, Layout.of(cache_mode, weights.spec)
         budget = Budget(device.memory()[0], weight_bytes(weights), kv_memory)
         budget.check_weights()
+        row_counts = affordable(row_counts, spec, device.memory()[0])
         say("repacking weights")
         model = load_weights(device, weights, q_apart=layout.stores_h)
         arena = Arena(device, spec, layout, MOST_SLOTS)
@@ -185,6 +188,12 @@ class CudaEngine:
             machine.hidden.capture_common(loops)
         say("checking that no row depends on its company")
         check_rows(self, decoder.row_counts)
+
+
+def affordable(row_counts: tuple[int, ...], spec: ModelSpec, free: int) -> tuple[int, ...]:
+    """Without the largest where long sequences make their scratch too dear; a plan's rows are more batches then."""
+    of_row = 4 * spec.n_heads * max_blocks(spec) * (spec.head_dim + 2)
+    return tuple(rows for rows in row_counts if rows <= BLOCK_ROWS or rows * of_row <= free * _SCRATCH_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
