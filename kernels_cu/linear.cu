@@ -23,7 +23,8 @@
 // 8·tile + g; the others are in order.
 //
 // Mapping, order of sums, shared memory: matmul.cuh, held.cuh.  grid: x the tiles / (kWarpsM · kTiles), y the partials,
-// z the rows / (8 · kRowTiles); 256 threads.  Accumulators and epilogues are fp32; q, K, V and h are rounded once, as they are stored.
+// z the rows / (8 · kRowTiles); 256 threads.  Accumulators and epilogues are fp32; q, K, V and h are rounded once, as
+// they are stored.
 // Bytes: the weights once; x (rows · num_inputs / gridDim.y halves) by every block, out of L2.
 #include "fold_row.cuh"
 #include "held.cuh"
