@@ -52,6 +52,13 @@ class Files:
             paths["tls_client_ca"] = self.write("clients.crt", authority(client_ca).pem)
         return paths
 
+    def swapped(self) -> dict[str, str]:
+        return {"tls_cert": str(self.folder / "tls.key"), "tls_key": str(self.folder / "tls.crt")}
+
+    def both(self) -> str:
+        """Certificate and key in one file."""
+        return self.write("both.pem", b"".join((self.folder / name).read_bytes() for name in ("tls.key", "tls.crt")))
+
     def ca(self, name: str) -> str:
         return self.write(f"ca-{name}.crt", authority(name).pem)
 
@@ -154,7 +161,7 @@ async def test_half_a_change_changes_nothing_and_is_logged_once(files: Files, qu
         caller = files.client(ca="one", signer="two")
         fresh, cert = authority("three").issue("server"), (files.folder / "tls.crt").read_bytes()
         for field, change in (
-            ("tls_cert", lambda: files.write("tls.crt", fresh.cert)),
+            ("tls_key", lambda: files.write("tls.crt", fresh.cert)),
             ("tls_cert", lambda: files.write("tls.crt", b"")),
             ("tls_cert", lambda: (files.folder / "tls.crt").unlink()),
             ("tls_client_ca", lambda: (files.write("tls.crt", cert), files.write("clients.crt", b"no certificate"))),
@@ -193,10 +200,19 @@ async def test_a_front_that_starts_amid_a_change_has_the_last_pair_that_fitted(
         await until(lambda: fleet_of._certificates.last.cert == (files.folder / "tls.crt").read_bytes())
         (files.folder / "tls.key").unlink()
         assert await is_served_by_another("two")
+        files.write("tls.key", fresh.cert)
+        files.write("tls.crt", fresh.key)
+        assert await is_served_by_another("two"), "gRPC takes each file by itself"
         files.write("tls.key", fresh.key)
         files.write("tls.crt", fresh.cert)
         assert await gets_in(served, files.ca("three")), "what it was given does not keep it from reading"
         assert await is_served_by_another("three")
+
+
+async def test_a_file_of_both_serves_as_either(files: Files) -> None:
+    files.server("one")
+    async with tls_serving({"tls_cert": files.both(), "tls_key": files.both()}) as served:
+        assert await gets_in(served, files.ca("one"))
 
 
 @pytest.mark.parametrize(
@@ -206,9 +222,11 @@ async def test_a_front_that_starts_amid_a_change_has_the_last_pair_that_fitted(
         (lambda files: {"tls_key": "/no/such/file"}, "tls_key"),
         (lambda files: {"tls_client_ca": "/no/such/file"}, "tls_client_ca"),
         (lambda files: {"tls_cert": files.write("x", b"")}, "tls_cert"),
-        (lambda files: {"tls_cert": files.ca("one")}, "tls_cert"),
-        (lambda files: {"tls_key": files.write("x", authority("one").issue("x").key)}, "tls_cert"),
-        (lambda files: {"tls_key": files.write("x", authority("one").issue("x", password=b"secret").key)}, "tls_cert"),
+        (lambda files: {"tls_cert": files.ca("one")}, "tls_key"),
+        (lambda files: {"tls_key": files.write("x", authority("one").issue("x").key)}, "tls_key"),
+        (lambda files: {"tls_key": files.write("x", authority("one").issue("x", password=b"secret").key)}, "tls_key"),
+        (lambda files: files.swapped(), "tls_cert"),
+        (lambda files: {"tls_cert": files.both(), "tls_key": files.write("x", b"")}, "tls_key"),
         (lambda files: {"tls_client_ca": files.write("x", b"")}, "tls_client_ca"),
         (lambda files: {"tls_client_ca": files.write("x", "ü".encode())}, "tls_client_ca"),
     ],

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,19 +37,31 @@ class Pems:
     client_ca: bytes | None
 
     def check(self) -> None:
-        """Raises InvalidArgument when they are no certificate, key and authorities, or do not belong together."""
+        """Raises InvalidArgument when they are no certificate, key and authorities, or do not belong together: each
+        file by itself, which is how gRPC takes them."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            _load_pair(context, self.cert, self.key)
-        except ssl.SSLError as error:
-            what = f"is no certificate in PEM with the unencrypted key of tls_key ({error.reason or 'cannot be read'})"
-            raise InvalidArgument("tls_cert", what) from None
+        with _in_memory(self.cert) as cert, _in_memory(self.key) as key:
+            try:
+                context.load_cert_chain(cert, key, password=lambda: b"")
+            except ssl.SSLError as error:
+                raise self._blame(cert, error.reason or "cannot be read") from None
         if self.client_ca is None:
             return
         try:
             context.load_verify_locations(cadata=self.client_ca.decode("ascii"))
         except (ssl.SSLError, ValueError):  # no certificate at all is a ValueError
             raise InvalidArgument("tls_client_ca", "holds no certificates in PEM") from None
+
+    @staticmethod
+    def _blame(cert: str, reason: str) -> InvalidArgument:
+        """One of a pair that cannot be used: the key, unless the certificate fails before a key is looked for."""
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, "/no/such/key")
+        except ssl.SSLError:
+            return InvalidArgument("tls_cert", f"holds no certificate in PEM that can be used ({reason})")
+        except OSError:
+            pass
+        return InvalidArgument("tls_key", f"holds no unencrypted key in PEM that fits the certificate ({reason})")
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], root_certificates=self.client_ca)
@@ -111,11 +125,10 @@ def server_credentials(settings: ServerSettings, last: Pems | None = None) -> gr
     )
 
 
-def _load_pair(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
-    """OpenSSL reads files only; this one is in memory and has no name."""
-    memory = os.memfd_create("tinyloop-tls")
-    try:
-        os.write(memory, cert + b"\n" + key)
-        context.load_cert_chain(f"/proc/self/fd/{memory}", password=lambda: b"")
-    finally:
-        os.close(memory)
+@contextmanager
+def _in_memory(content: bytes) -> Iterator[str]:
+    """The path of a file without a name, for OpenSSL, which reads certificates and keys from files only."""
+    with os.fdopen(os.memfd_create("tinyloop-tls"), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
