@@ -392,6 +392,35 @@ async def test_a_server_that_falls_back_to_the_cpu_listens_itself(
     _try_bind(app.address)  # is free again
 
 
+async def test_who_takes_over_has_the_certificate_that_was_in_force_last(
+    tmp_path: Path, beside_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_LOOK_EVERY_S", 0.05)
+    cert, key = Authority.make("old").issue("server").write(tmp_path, "server")
+    loading, ca = threading.Event(), Authority.make("new")
+
+    def load() -> LoadedModel:
+        assert loading.wait(20)
+        return LoadedModel(FakeEngine(), None, CONFIG)
+
+    app = App(Settings(server=replace(SERVER, grpc_processes=None, tls_cert=str(cert), tls_key=str(key))), load)
+    await app.start()
+    try:
+        fronts: Any = app._server
+        pids = {pid_of(front) for front in fronts._fronts.values()}
+        ca.issue("server").write(tmp_path, "server")
+        await until(lambda: fronts._certificates.last.cert == cert.read_bytes())
+        key.unlink()
+        loading.set()
+        await app.ready()
+        await until(lambda: not living(pids))
+        async with grpc.aio.secure_channel(app.address, grpc.ssl_channel_credentials(ca.pem)) as channel:
+            assert (await served_model(channel)).replica == "replica-0"
+    finally:
+        loading.set()
+        await app.stop(0.0)
+
+
 @pytest.mark.parametrize(("engine", "given"), [("cuda", None), ("fake", 2)])
 async def test_fronts_beside_a_gpu_or_that_were_asked_for_stay(
     engine: str, given: int | None, beside_gpu: None, monkeypatch: pytest.MonkeyPatch

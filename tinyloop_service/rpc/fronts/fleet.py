@@ -28,7 +28,7 @@ from tinyloop_service.rpc.addresses import bind, serving_options
 from tinyloop_service.rpc.fronts.answering import CallDetails, Calls
 from tinyloop_service.rpc.fronts.claim import claim, written
 from tinyloop_service.rpc.fronts.pipe import Down, Event, Pipe, Up
-from tinyloop_service.rpc.tls import Certificates, Pems
+from tinyloop_service.rpc.tls import Certificates, Pems, server_credentials
 from tinyloop_service.rpc.tokens import TokensFile
 from tinyloop_service.settings import ServerSettings
 from tinyloop_service.signals import ENDING
@@ -69,7 +69,6 @@ class Fronts:
             self._find = partial(interceptor.intercept_service, self._find)
         self._claimed: list[socket.socket] = []
         self._certificates: Certificates | None = None
-        self._credentials: grpc.ServerCredentials | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._fronts: dict[int, _Front] = {}  # that listen
         self._own: grpc.aio.Server | None = None  # that has taken over from them
@@ -89,9 +88,9 @@ class Fronts:
         return int(self._claimed[0].getsockname()[1])
 
     def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
-        """As without TLS; fronts read the files of certificates themselves, and are given what these last held that
-        fitted together.  Raises InvalidArgument for files that cannot be used."""
-        self._certificates, self._credentials = Certificates(self._settings), server_credentials
+        """As without TLS; whoever listens reads the files of certificates himself, and is given what these last held
+        that fitted together.  Raises InvalidArgument for files that cannot be used."""
+        self._certificates = Certificates(self._settings)
         return self.add_insecure_port(address)
 
     async def start(self) -> None:
@@ -113,8 +112,10 @@ class Fronts:
             interceptors=self._interceptors, options=serving_options(self._settings, shared_port=True)
         )
         self._own.add_generic_rpc_handlers(tuple(self._services))
+        last = None if self._certificates is None else self._certificates.last
+        credentials = server_credentials(self._settings, last)
         for claimed in self._claimed:
-            bind(self._own, written(claimed), self._credentials)
+            bind(self._own, written(claimed), credentials)
         await self._own.start()
         await self._leave_alone()
         self._reachable(True)
