@@ -118,12 +118,12 @@ def test_a_create_without_a_server_is_one_line() -> None:
 
 
 @contextmanager
-def breaking_off(status: grpc.StatusCode) -> Iterator[str]:
-    """The address of a server whose every stream has two tokens, and then ends with this status."""
+def breaking_off(status: grpc.StatusCode, *tokens: int) -> Iterator[str]:
+    """The address of a server whose every stream has these tokens, and then ends with this status."""
 
     def answer(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         started = generation_pb2.GenerateResponse(started=generation_pb2.Started(seed=7))
-        delta = generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=[5, 6], text="so it"))
+        delta = generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=tokens, text="so it"))
         yield from (started.SerializeToString(), delta.SerializeToString())
         context.abort(status, "Socket closed")
 
@@ -158,9 +158,29 @@ LOST = (
 def test_a_stream_that_breaks_off_ends_its_line_and_says_after_how_much(
     status: str, options: tuple[str, ...], out: str, said: str
 ) -> None:
-    with breaking_off(grpc.StatusCode[status]) as address:
+    with breaking_off(grpc.StatusCode[status], 5, 6) as address:
         done = tinyloop("generate", "x", "--target", address, *options, status=1)
     assert (done.out, done.err) == (out, said)
+
+
+def test_one_token_is_no_plural() -> None:
+    with breaking_off(grpc.StatusCode.UNAVAILABLE, 5) as address:
+        assert "error: after 1 token the connection" in tinyloop("generate", "x", "-t", address, status=1).err
+
+
+def test_a_server_that_closes_amid_an_answer_says_so_and_not_how_to_use_a_model(tiny: Path) -> None:
+    asked = ("generate", "--tokens", IDS, "--max-tokens", "2000", "--ignore-eos", "--temperature", "1", "--seed", "7")
+    with serving("--model", tiny, "--drain-grace", "0.1") as server:
+        process = start(*asked, "--ids", "--target", server.address)
+        with Client(server.address) as client:
+            eventually(lambda: client.load().rows_running == 1)
+        server.stop()
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert err == (
+        f"error: after {len(out.split())} tokens the server closed before the answer was complete; "
+        "ask again once it is back, or ask another replica, with --seed 7 for the same tokens\n"
+    )
 
 
 def test_what_a_server_says_of_itself_is_no_question_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tinyloop_service.cli.connection import Connection, client_options
 from tinyloop_service.cli.options import input_options, json_option, parse_token_ids, read_input
 from tinyloop_service.client import Client
 from tinyloop_service.completion import Completion, Delta
-from tinyloop_service.errors import TinyLoopError, Unavailable
+from tinyloop_service.errors import ModelClosed, TinyLoopError, Unavailable
 from tinyloop_service.types import TokenIds
 
 
@@ -127,8 +127,8 @@ def _print_stream(client: Client, request: dict[str, Any], ids: bool) -> None:
 def _cut_short(error: TinyLoopError, num_tokens: int, seed: int | None) -> TinyLoopError:
     """What to say of a stream that broke off; `seed`: of tokens that were drawn."""
     again = "" if seed is None else f", with --seed {seed} for the same tokens"
-    way_out = f"; run it again once the server is back{again}" if type(error) is Unavailable else ""
-    return TinyLoopError(f"after {num_tokens} tokens {error}{way_out}")
+    way_out = {Unavailable: f"; run it again once the server is back{again}", ModelClosed: again}.get(type(error), "")
+    return TinyLoopError(f"after {num_tokens} {'token' if num_tokens == 1 else 'tokens'} {error}{way_out}")
 
 
 def _summary(last: Delta, elapsed_s: float) -> str:

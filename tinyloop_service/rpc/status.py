@@ -59,6 +59,7 @@ TABLE: dict[type[TinyLoopError], grpc.StatusCode] = {
 }
 
 _FAULT_MESSAGE = "the engine failed while it worked on this request; others go on, and it may be sent again"
+_CLOSED_MESSAGE = "the server closed before the answer was complete; ask again once it is back, or ask another replica"
 _UNFORESEEN_MESSAGE = "the server failed in a way nobody foresaw; its log has more under this request id"
 
 
@@ -76,7 +77,7 @@ def to_status(error: BaseException, request_id: str) -> Status:
     """The status of `error`; anything that is no TinyLoopError is INTERNAL and says nothing of itself."""
     known = error if isinstance(error, TinyLoopError) else TinyLoopError(_UNFORESEEN_MESSAGE)
     code = TABLE[type(known)]
-    message = (_FAULT_MESSAGE if isinstance(known, errors.EngineFault) else str(known))[:MAX_MESSAGE]
+    message = _message(known)[:MAX_MESSAGE]
     details = status_pb2.Status(code=code.value[0], message=message)
     for detail in _details(known, message, request_id):
         packed = AnyMessage()
@@ -86,6 +87,16 @@ def to_status(error: BaseException, request_id: str) -> Status:
     if isinstance(known, errors.Unavailable):
         trailers.append((PUSHBACK_KEY, str(_pushback_ms(known))))
     return Status(code, known.reason, message, tuple(trailers))
+
+
+def _message(error: TinyLoopError) -> str:
+    """What its caller can do with, who sees neither the engine nor the `Model` of this process."""
+    match error:
+        case errors.EngineFault():
+            return _FAULT_MESSAGE
+        case errors.ModelClosed():
+            return _CLOSED_MESSAGE
+    return str(error)
 
 
 def to_exception(code: grpc.StatusCode, message: str, trailers: Metadata, *, has_begun: bool = False) -> TinyLoopError:
