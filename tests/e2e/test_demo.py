@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from command_harness import tinyloop
+import signal
+from pathlib import Path
+
+import pytest
+from command_harness import eventually, start, tinyloop
 
 from tinyloop_service.demo import SUFFIXES
 
@@ -22,3 +26,24 @@ def test_the_demo_for_scripts() -> None:
     assert f"a prefix of {report['prefix_tokens']} tokens" in tinyloop("demo", "--help").out
     assert report["same_tokens"] is True
     assert report["speedup"] > 0
+
+
+def test_the_demo_has_a_server_of_its_own_whatever_is_set_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINYLOOP_METRICS_LISTEN", "127.0.0.1:0")
+    tinyloop("demo", "--requests", "1", "--max-tokens", "2", "--json")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("serves", [False, True])
+def test_a_signal_that_ends_the_demo_ends_its_server(number: signal.Signals, serves: bool) -> None:
+    process = start("demo", "--requests", "50", "--max-tokens", "256")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    eventually(lambda: any(b"serve" in Path(f"/proc/{n}/cmdline").read_bytes() for n in children.read_text().split()))
+    [server] = children.read_text().split()
+    if serves:
+        assert process.stdout is not None and process.stdout.readline()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert err.splitlines()[-1].startswith(f"error: ended by {number.name}") and "Traceback" not in err
+    assert not Path(f"/proc/{server}").exists()
