@@ -95,17 +95,19 @@ __all__ = [
 _HOMES = ("errors", "types", "completion", "client", "model")  # where they are
 
 
-def __getattr__(name: str) -> typing.Any:
-    """What is exported is imported when it is asked for: a command's first lines and a process that speaks gRPC come
-    through here too, and have no use for most of it."""
-    if name in _HOMES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name in __all__:
-        for home in _HOMES:
-            found = vars(importlib.import_module(f"{__name__}.{home}"))
-            if name in found:
-                return found[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not typing.TYPE_CHECKING:  # which would take any name for one of ours
+
+    def __getattr__(name: str) -> typing.Any:
+        """What is exported is imported when it is asked for: a command's first lines and a process that speaks gRPC
+        come through here too, and have no use for most of it."""
+        if name in _HOMES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name in __all__:
+            for home in _HOMES:
+                found = vars(importlib.import_module(f"{__name__}.{home}"))
+                if name in found:
+                    return found[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

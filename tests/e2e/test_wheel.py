@@ -28,6 +28,7 @@ def test_it_holds_what_a_user_needs(wheel: Path) -> None:
     for name in ("demo/demo.tinyloop", "demo/MODEL_CARD.md", "demo/prefix.txt"):
         assert sizes[f"tinyloop_service/{name}"] > 0
     assert sizes["tinyloop_service/demo/demo.tinyloop"] <= MAX_MODEL_BYTES
+    assert "tinyloop_service/py.typed" in sizes, "which says to type checkers that it is typed"
     for proto in (ROOT / "protos/tinyloop/v1").glob("*.proto"):
         assert f"tinyloop_service/protos/tinyloop/v1/{proto.name}" in sizes
     for source in (ROOT / "kernels_cu").rglob("*.cu*"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +95,21 @@ def test_what_is_imported_loads_no_more_than_it_needs(statement: str, others: st
     code = f"{statement}\nimport sys; print([m for m in {others.split()} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+USER = """from tinyloop_service import Client, Completion, {name}
+
+with Client("127.0.0.1:50051") as client:
+    answer: Completion = client.complete("Once", max_tokens=5)
+    print(answer.{field})
+"""
+
+
+def test_a_user_s_type_checker_knows_what_there_is_and_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "fits.py").write_text(USER.format(name="Model", field="choices"))
+    (tmp_path / "misspelt.py").write_text(USER.format(name="Cleint", field="choises"))
+    command = (sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path, tmp_path)
+    installed = {"PYTHONPATH": str(Path(tinyloop_service.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=installed, capture_output=True, text=True)
+    assert done.stdout.count("misspelt.py") == 2 and "fits.py" not in done.stdout, done.stdout + done.stderr
+    assert 'no attribute "Cleint"' in done.stdout and 'no attribute "choises"' in done.stdout
