@@ -18,6 +18,7 @@ from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.types import CacheMode
 
 MOST_PREFIXES = 2048  # in memory, of any engine: what the CUDA engine has tables for
+MOST_THREADS = 1024  # more than machines have cores
 _PREFIX = "TINYLOOP_"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _CACHE_MODE = "TINYLOOP_CACHE_MODE"
@@ -101,7 +102,8 @@ class EngineSettings:
         kinds = ", ".join(EngineKind)
         _require(self.engine in list(EngineKind), "engine", f"{self.engine!r} given, one of {kinds} expected")
         _require(self.kv_memory is None or self.kv_memory > 0, "kv_memory", f"{self.kv_memory} given, bytes expected")
-        _require(self.threads is None or self.threads >= 1, "threads", f"{self.threads} given, at least 1 expected")
+        threads, most = self.threads, MOST_THREADS
+        _require(threads is None or 1 <= threads <= most, "threads", f"{threads} given, 1 to {most} expected")
         _require(self.accuracy_level in (0, 4), "accuracy_level", f"{self.accuracy_level} given, 0 or 4 expected")
 
 

@@ -106,6 +106,7 @@ def test_a_malformed_address_is_refused_even_with_the_flag(address: str) -> None
         lambda: SchedulerSettings(max_prefixes=2049),
         lambda: EngineSettings(kv_memory=0),
         lambda: EngineSettings(threads=0),
+        lambda: EngineSettings(threads=2**31),
         lambda: EngineSettings(accuracy_level=2),
         lambda: ServerSettings(drain_grace_s=-1),
         lambda: ServerSettings(tls_cert="c"),
