@@ -139,6 +139,8 @@ def test_the_line_that_runs_one_file_of_tests_finds_some() -> None:
     [(python, path, words)] = re.findall(r"`(\S+) -m pytest (\S+)`[^`]*`-k (\w+)`", README)
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert python == ".venv/bin/python" and "VENV := .venv\n" in makefile and "$(BIN)/python -m pytest" in makefile
+    [made] = re.findall(r"`make \.venv/(\S+)`", README)
+    assert f"DEV_READY := $(VENV)/{made}\n" in makefile, "after `make demo` alone there is no pytest"
     assert re.search(rf"^(?:async )?def test_\w*{words}", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
 
 
