@@ -196,8 +196,9 @@ class ClientSettings:
 
     def __post_init__(self) -> None:
         _require(not (self.token and self.token_file), "token_file", "given beside a token; leave one of them out")
-        is_whole = (self.client_cert is None) == (self.client_key is None)
-        _require(is_whole, "client_cert", "one of client_cert and client_key given; give both, or neither")
+        for name, other in (("client_cert", "client_key"), ("client_key", "client_cert")):
+            is_whole = getattr(self, name) is None or getattr(self, other) is not None
+            _require(is_whole, name, f"given without {other}; give both, or neither")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:

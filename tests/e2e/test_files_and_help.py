@@ -93,11 +93,12 @@ def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
         ({"TOKENS_FILE": "/no/such/file"}, "serve", "error: TINYLOOP_TOKENS_FILE: /no/such/file: No such file"),
         ({}, "bench --kv-memory 1", "error: --kv-memory: 1 bytes given"),
         ({"KV_MEMORY": "1"}, "bench", "error: TINYLOOP_KV_MEMORY: 1 bytes given"),
-        ({}, "model --client-cert x", "Error: --client-cert: one of client_cert and client_key given"),
+        ({}, "model --client-cert x", "Error: --client-cert: given without client_key; give both"),
         ({"TOKEN": "a b"}, "model", "error: TINYLOOP_TOKEN: is no bearer token"),
         ({}, "model --tls-ca /dev/null", "error: --tls-ca: /dev/null holds no certificate"),
         ({}, "generate x --temperature nan", "error: --temperature: is nan"),
-        ({}, "generate x --stop=", "error: stop_sequences[0]: is empty"),  # given by two flags
+        ({}, "generate x --stop=", "error: --stop: is empty"),
+        ({}, "generate x --stop= --stop-tokens 1", "error: stop_sequences[0]: is empty"),  # given by two flags
     ],
 )
 def test_an_error_names_the_flag_or_the_variable_that_was_given(

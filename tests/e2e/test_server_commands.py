@@ -95,6 +95,43 @@ def test_a_refused_value_names_its_field(server: Server) -> None:
     assert done.err.startswith("error: --temperature")
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        (("generate", "x", "--stop-tokens", "999999"), "--stop-tokens"),
+        (("generate", "--tokens", "99999999"), "--tokens"),
+        (("prefix", "create", "x", "--tokens", "999999"), "--tokens"),
+        (("model", "--tls-ca", "/no/such/ca"), "--tls-ca"),
+        (("model", "--token-file", "/no/such/token"), "--token-file"),
+    ],
+)
+def test_a_refusal_names_the_flag(server: Server, command: tuple[str, ...], flag: str) -> None:
+    assert server.run(*command, status=1).err.startswith(f"error: {flag}: ")
+
+
+def test_a_refusal_names_the_variable(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINYLOOP_TOKEN_FILE", "/no/such/token")
+    assert server.run("model", status=1).err.startswith("error: TINYLOOP_TOKEN_FILE: /no/such/token: No such file")
+    monkeypatch.setenv("TINYLOOP_CLIENT_KEY", "x")
+    assert "Error: TINYLOOP_CLIENT_KEY: given without" in server.run("model", status=2).err
+
+
+@pytest.mark.parametrize("flag", ["--model", "--prefixes"])
+def test_a_file_that_is_not_there_is_named_by_its_flag(tiny: Path, flag: str) -> None:
+    addresses = ("--listen", "127.0.0.1:0", "--health-listen", "none", "--log-level", "error")
+    done = tinyloop_process("serve", "--model", tiny, *addresses, flag, "/no/such/file", status=1)
+    assert done.err == f"error: {flag}: /no/such/file: No such file or directory; check the path\n"
+
+
+def test_who_reads_no_more_is_no_refusal(server: Server) -> None:
+    """`tinyloop model | true`: an error without a file, which is not that of an option that was not given."""
+    process = start("model", "--json", "--target", server.address)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    assert (process.communicate(timeout=30)[1], process.returncode) == ("", 1)
+
+
 def test_model_shows_what_the_server_runs(server: Server, tiny: Path) -> None:
     info = server.run("model", "--json").json
     assert info["model_id"] == tinyloop("inspect", tiny, "--json").json["model_id"]

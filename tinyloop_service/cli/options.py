@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,6 +82,16 @@ SETTING_SWITCHES = {
 }
 
 
+_INPUT = ("tokens", "file")
+_FLAGS_OF_INPUTS = {  # arguments of the APIs that a command line has other names for
+    "prompt": _INPUT,
+    "suffix": _INPUT,
+    "tokens_or_text": _INPUT,
+    "stop_sequences": ("stop_tokens", "stop"),
+    "text": ("texts",),
+}
+
+
 def settings_options(*names: str) -> Callable[[F], F]:
     """One flag per setting, in order; the command takes them as keyword arguments, None where not given."""
 
@@ -115,6 +126,8 @@ def named_as_given(command: F) -> F:
             return command(**given)
         except InvalidArgument as error:
             raise as_given(error) from None
+        except OSError as error:
+            raise _file_as_given(error) from None
 
     return call  # type: ignore[return-value]
 
@@ -124,11 +137,31 @@ def as_given(error: InvalidArgument) -> InvalidArgument:
     the flag.  A field that has neither keeps its name."""
     context = click.get_current_context()
     name = error.field.removeprefix("TINYLOOP_").lower().replace(".", "_")
+    flags = _flags(context)
+    if name not in flags:  # a part of an input, which has several flags, or has a shorter one
+        of_input = _FLAGS_OF_INPUTS.get(name.partition("[")[0], ())
+        given = [flag for flag in of_input if flag in flags and context.params.get(flag)]
+        name = given[0] if len(given) == 1 else name
     variable = f"TINYLOOP_{name.upper()}"
-    options = {option.name: option.opts[0] for option in context.command.params if isinstance(option, click.Option)}
     by_variable = context.get_parameter_source(name) is not ParameterSource.COMMANDLINE and os.environ.get(variable)
-    named = variable if by_variable else options.get(name, error.field)
-    return InvalidArgument(named, error.description)
+    return InvalidArgument(variable if by_variable else flags.get(name, error.field), error.description)
+
+
+def _file_as_given(error: OSError) -> OSError | InvalidArgument:
+    """`error` under the flag, or the variable, that names its file; itself where none does."""
+    if error.filename is None or error.strerror is None:
+        return error
+    context, path = click.get_current_context(), str(error.filename)
+    flags = _flags(context)
+    given = (name for name, value in context.params.items() if name in flags and str(value) == path)
+    by_variable = (name for name in flags if os.environ.get(f"TINYLOOP_{name.upper()}") == path)
+    name = next(chain(given, by_variable), None)
+    return error if name is None else as_given(InvalidArgument(name, f"{path}: {error.strerror}; check the path"))
+
+
+def _flags(context: click.Context) -> dict[str, str]:
+    """By the name of what they give."""
+    return {option.name: option.opts[0] for option in context.command.params if isinstance(option, click.Option)}
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
