@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from command_harness import ROOT, Done, Server, tinyloop
+from command_harness import ROOT, Done, Server, eventually, start, tinyloop
 from kept_signals import kept_signals
 
+from tinyloop_service import Client
 from tinyloop_service.cli import load as command
 from tinyloop_service.errors import TinyLoopError, install
 from tinyloop_service.load.definitions import DEFINITIONS
@@ -118,6 +119,18 @@ def test_ctrl_c_while_its_processes_start_ends_them_quietly(server: Server, capf
         process.join(30)
     assert [process.exitcode for process in fleet._processes] == [0, 0] and capfd.readouterr().err == ""
     fleet._stop()
+
+
+def test_sigterm_ends_its_processes_quietly(server: Server) -> None:
+    process = start("load", *SMALL, "--duration", "60s", "--processes", "2", "-c", "8", "--target", server.address)
+    with Client(server.address) as client:
+        eventually(lambda: client.load().rows_running > 0)
+        process.terminate()
+        _, err = process.communicate(timeout=30)  # ends when the last of them does
+        assert process.returncode == -signal.SIGTERM and "Traceback" not in err and "never retrieved" not in err
+        eventually(lambda: client.load().rows_running == 0)
+        for prefix in client.list_prefixes():
+            client.delete_prefix(prefix.id)
 
 
 def test_text_and_a_sweep_in_process(tiny: Path) -> None:

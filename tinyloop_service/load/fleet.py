@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -182,14 +183,32 @@ def _main(end: Connection, endpoint: Endpoint, workload: Workload, seed: int, vo
 
 
 async def _work(end: Connection, endpoint: Endpoint, prompts: Prompts) -> None:
+    def send(what: object) -> None:
+        with _ended_with_the_first():
+            end.send(what)
+
+    def receive() -> Job | None:
+        with _ended_with_the_first():
+            job: Job | None = end.recv()
+        return job
+
     async with endpoint.connect() as remote:
         try:
             await remote.load()
         except TinyLoopError as error:
-            end.send(error)
+            send(error)
             return
-        end.send(None)
+        send(None)
         here = Here(remote, prompts)
-        while (job := await asyncio.to_thread(end.recv)) is not None:
-            for driven in await here.drive(job, end.send):
-                end.send(driven)
+        while (job := await asyncio.to_thread(receive)) is not None:
+            for driven in await here.drive(job, send):
+                send(driven)
+
+
+@contextmanager
+def _ended_with_the_first() -> Iterator[None]:
+    """Where the first process is gone, killed by a signal for example, this one has nobody to work for."""
+    try:
+        yield
+    except (EOFError, OSError):
+        os._exit(1)
