@@ -18,9 +18,21 @@ from typing import Any
 import grpc
 import pytest
 from certificates import Authority
+from fronts_harness import (
+    FRONTS,
+    children,
+    command_line,
+    fronts_of,
+    in_front,
+    living,
+    pid_of,
+    request,
+    resident,
+    served_model,
+)
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from rpc_harness import CONFIG, SERVER, Served, collect, expected_tokens, ids, reason_of, refusal, serving, until
+from rpc_harness import CONFIG, SERVER, collect, expected_tokens, reason_of, refusal, serving, until
 from scraping import scrape
 from server_process import NO_RETRIES, NOT_SERVING, SERVING, server_process, start_server
 
@@ -29,8 +41,7 @@ from tinyloop_service.app import App
 from tinyloop_service.engine.fake import FakeEngine
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.loading import LoadedModel
-from tinyloop_service.pb import generation_pb2 as g
-from tinyloop_service.pb import generation_pb2_grpc, model_pb2
+from tinyloop_service.pb import generation_pb2_grpc
 from tinyloop_service.rpc.addresses import _try_bind
 from tinyloop_service.rpc.fronts import fleet
 from tinyloop_service.rpc.fronts.claim import claim
@@ -38,61 +49,6 @@ from tinyloop_service.rpc.fronts.pipe import Down, Up
 from tinyloop_service.rpc.health import READY_SERVICE
 from tinyloop_service.rpc.tokens import hash_token
 from tinyloop_service.settings import EngineSettings, ServerSettings, Settings
-
-FRONTS = replace(SERVER, grpc_processes=2)
-OWN_CONNECTION = (*NO_RETRIES, ("grpc.use_local_subchannel_pool", 1))  # else channels to one address share one
-
-
-def request(*tokens: int, max_tokens: int = 20) -> g.GenerateRequest:
-    return g.GenerateRequest(input=ids(*tokens), max_tokens=max_tokens, ignore_eos=True)
-
-
-def children(pid: int) -> set[int]:
-    """Processes that a process has started and that live."""
-    text = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
-    return {int(word) for word in text.split() if Path(f"/proc/{word}/cmdline").read_bytes()}
-
-
-def command_line(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-
-
-def resident(pid: int) -> list[str]:
-    """The line of /proc that says how much memory it has, in KiB."""
-    return [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
-
-
-def living(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if Path(f"/proc/{pid}").exists()}
-
-
-def fronts_of(served: Served) -> list[Any]:
-    return list(served.app._server._fronts.values())  # type: ignore[attr-defined]
-
-
-def pid_of(front: Any) -> int:
-    return int(front._process.pid)
-
-
-async def in_front(served: Served, front: Any) -> grpc.aio.Channel:
-    """A connection that the kernel gave to that front; it decides, so that some are tried."""
-    for _ in range(64):
-        channel = grpc.aio.insecure_channel(served.address, OWN_CONNECTION)
-        before = len(front._calls._running)
-        await health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()).read()  # runs on
-        if len(front._calls._running) > before:
-            return channel
-        await channel.close()
-    raise AssertionError("no connection of 64 came to it")
-
-
-async def served_model(channel: grpc.aio.Channel) -> model_pb2.Model:
-    stub = channel.unary_unary(
-        "/tinyloop.v1.ModelService/GetModel",
-        request_serializer=model_pb2.GetModelRequest.SerializeToString,
-        response_deserializer=model_pb2.Model.FromString,
-    )
-    return await stub(model_pb2.GetModelRequest(), timeout=10)  # type: ignore[no-any-return]
 
 
 async def test_every_front_answers() -> None:
@@ -340,95 +296,6 @@ async def test_of_a_caller_without_a_token_no_request_is_read(tmp_path: Path) ->
         assert len([event for event in seen if event[0] == Up.REQUEST]) == 1
         check = health_pb2_grpc.HealthStub(served.channel).Check
         assert (await check(health_pb2.HealthCheckRequest(service=READY_SERVICE))).status == SERVING
-
-
-@pytest.fixture
-def beside_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default there are two here; the fake engine is none of a GPU's."""
-    monkeypatch.setattr(app_module, "_GPU_DRIVER", tmp_path)
-    monkeypatch.setattr(app_module, "usable_cores", lambda: 8)
-    monkeypatch.setattr(app_module, "_FRONTS", 2)
-
-
-@pytest.mark.parametrize("secured", [False, True])
-async def test_a_server_that_falls_back_to_the_cpu_listens_itself(
-    secured: bool, tmp_path: Path, beside_gpu: None
-) -> None:
-    """Who was connected meanwhile comes back by himself."""
-    path, ca = tmp_path / "tokens.toml", Authority.make("ours")
-    path.write_text(f'[[token]]\ntenant = "a"\nsha256 = "{hash_token("tl_x")}"\nrights = ["generate"]\n')
-    cert, key = ca.issue("server").write(tmp_path, "server")
-    more = {"tokens_file": str(path), "tls_cert": str(cert), "tls_key": str(key)} if secured else {}
-    secrets, mine = grpc.ssl_channel_credentials(ca.pem), (("authorization", "Bearer tl_x"),)
-    loading = threading.Event()
-
-    def load() -> LoadedModel:
-        assert loading.wait(20)
-        return LoadedModel(FakeEngine(), None, CONFIG)
-
-    app = App(Settings(server=replace(SERVER, grpc_processes=None, metrics_listen="127.0.0.1:0", **more)), load)
-    await app.start()
-    try:
-        fronts = {pid_of(front) for front in app._server._fronts.values()}  # type: ignore[union-attr]
-        assert len(living(fronts)) == 2
-        made = grpc.aio.secure_channel(app.address, secrets, OWN_CONNECTION) if secured else None
-        async with made or grpc.aio.insecure_channel(app.address, OWN_CONNECTION) as channel:
-            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READY_SERVICE))
-            assert (await watch.read()).status == NOT_SERVING
-            loading.set()
-            await app.ready()
-            await until(lambda: not living(fronts))
-            generate = generation_pb2_grpc.GenerationServiceStub(channel).Generate
-            messages = await collect(generate(request(5), metadata=mine, wait_for_ready=True))
-            assert tuple(t for m in messages for t in m.delta.token_ids) == expected_tokens((5,), 20)
-            if secured:
-                assert (await refusal(generate(request(5)))).code() is grpc.StatusCode.UNAUTHENTICATED
-        assert app._health._states[READY_SERVICE] == SERVING
-        metrics = app._observation.snapshot().metrics
-        assert not metrics.fronts and not any(metrics.front_restarts.values())
-    finally:
-        loading.set()
-        await app.stop(0.0)
-    _try_bind(app.address)  # is free again
-
-
-async def test_who_takes_over_has_the_certificate_that_was_in_force_last(
-    tmp_path: Path, beside_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet, "_LOOK_EVERY_S", 0.05)
-    cert, key = Authority.make("old").issue("server").write(tmp_path, "server")
-    loading, ca = threading.Event(), Authority.make("new")
-
-    def load() -> LoadedModel:
-        assert loading.wait(20)
-        return LoadedModel(FakeEngine(), None, CONFIG)
-
-    app = App(Settings(server=replace(SERVER, grpc_processes=None, tls_cert=str(cert), tls_key=str(key))), load)
-    await app.start()
-    try:
-        fronts: Any = app._server
-        pids = {pid_of(front) for front in fronts._fronts.values()}
-        ca.issue("server").write(tmp_path, "server")
-        await until(lambda: fronts._certificates.last.cert == cert.read_bytes())
-        key.unlink()
-        loading.set()
-        await app.ready()
-        await until(lambda: not living(pids))
-        async with grpc.aio.secure_channel(app.address, grpc.ssl_channel_credentials(ca.pem)) as channel:
-            assert (await served_model(channel)).replica == "replica-0"
-    finally:
-        loading.set()
-        await app.stop(0.0)
-
-
-@pytest.mark.parametrize(("engine", "given"), [("cuda", None), ("fake", 2)])
-async def test_fronts_beside_a_gpu_or_that_were_asked_for_stay(
-    engine: str, given: int | None, beside_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeEngine, "name", engine)
-    async with serving(grpc_processes=given) as served:
-        assert len(fronts_of(served)) == 2
-        assert (await served_model(served.channel)).replica == "replica-0"
 
 
 async def test_a_port_that_others_share_is_refused() -> None:
