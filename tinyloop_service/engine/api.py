@@ -194,6 +194,10 @@ class Plan:
     def num_prompt_tokens(self) -> int:
         return sum(len(prefill.tokens) for prefill in self.prefill)
 
+    def going_on(self) -> set[SequenceId]:
+        """Rows that draw their first token and decode."""
+        return {*self.first, *(prefill.seq for prefill in self.prefill)}.intersection(self.decode)
+
     def sequences(self) -> set[SequenceId]:
         """Every sequence whose state this plan advances; all of them fail if the step does."""
         named = {o.seq for o in self.open} | {e.seq for e in self.extend} | {c.seq for c in self.clone}
@@ -239,20 +243,17 @@ class StepResult:
 
         Steps behind the last that anybody took are left out: engines need not run them.
         """
-        steps, fed = self._steps(plan), len(plan.first) + len(plan.prefill)
+        decoded, begun, fed = {*plan.decode}, plan.going_on(), len(plan.first) + len(plan.prefill)
+        steps = Counter(len(row.tokens) - (row.seq in begun) for row in self.rows if row.seq in decoded)
         num_steps = max(steps, default=0) or bool(fed)
         rows = (sum(count for taken, count in steps.items() if taken > step) for step in range(num_steps))
         return tuple(count + fed * (step == 0) for step, count in enumerate(rows))
 
     def took_every_step(self, plan: Plan) -> bool:
         """Some row did; where every one has ended, the engine need not have run what was left, and took no time."""
-        return max(self._steps(plan), default=0) == plan.num_steps
-
-    def _steps(self, plan: Plan) -> Counter[int]:
-        """How many decode rows took so many steps."""
-        decoded = {*plan.decode}
-        begun = decoded.intersection(plan.first) | decoded.intersection(prefill.seq for prefill in plan.prefill)
-        return Counter(len(row.tokens) - (row.seq in begun) for row in self.rows if row.seq in decoded)
+        decoded, begun = {*plan.decode}, plan.going_on()
+        taken = (len(row.tokens) - (row.seq in begun) for row in self.rows if row.seq in decoded)
+        return any(count == plan.num_steps for count in taken)
 
 
 class Pending(Protocol):

@@ -112,5 +112,5 @@ def _preference(cut: WideCut, p: Product, num_sms: int) -> tuple[int, int, int]:
     grid = cut.grid(p)
     waves = -(-math.prod(grid) // max(1, _usable(num_sms, cut.cluster)))
     rounds = -(-p.num_tiles // (_WARPGROUP_TILES * cut.warpgroups * cut.grid_outputs))
-    work = waves * (rounds * cut.warpgroups + 1)  # the start of a wave costs about as much as a warpgroup's round
+    work = waves * (rounds * cut.warpgroups + 1)  # each wave has a start of its own
     return work, -cut.warpgroups, -cut.depth
