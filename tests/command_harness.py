@@ -54,11 +54,15 @@ class Done:
 
 
 def tinyloop(*arguments: str | Path, stdin: str = "", status: int | None = 0) -> Done:
-    """Run a command to its end, in this process: much faster.  Fails unless it ends with `status`; None: any."""
+    """Run a command to its end, in this process: much faster.  Fails unless it ends with `status`; None: any.
+
+    The log stays as it is: a process configures it once, and loggers in use would keep what they were given first.
+    """
     out, err = io.StringIO(), io.StringIO()
     typed = io.TextIOWrapper(io.BytesIO(stdin.encode()))
     captured = (contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch("sys.stdin", typed))
-    with captured[0], captured[1], captured[2], kept_signals(), pytest.raises(SystemExit) as ended:
+    kept_log = mock.patch("tinyloop_service.observe.logs.configure_logging")
+    with captured[0], captured[1], captured[2], kept_log, kept_signals(), pytest.raises(SystemExit) as ended:
         main([*map(str, arguments)])
     return Done.checked(arguments, ended.value.code, status, out.getvalue(), err.getvalue())
 

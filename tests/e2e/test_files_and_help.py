@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
+import structlog
 from click.testing import CliRunner
 from command_harness import Done, tinyloop, tinyloop_process
 
@@ -108,6 +110,12 @@ def test_an_error_names_the_flag_or_the_variable_that_was_given(
         monkeypatch.setenv(f"TINYLOOP_{name}", value)
     last = tinyloop(*arguments.split(), status=None).err.splitlines()[-1]
     assert last.startswith(named)
+
+
+def test_a_server_in_this_process_leaves_the_log_of_other_tests_alone() -> None:
+    before = structlog.get_config(), logging.root.handlers.copy()
+    tinyloop("serve", "--tokens-file", "/no/such/file", status=1)
+    assert (structlog.get_config(), logging.root.handlers) == before, "tests that run later may hear no line"
 
 
 def test_no_server_is_one_line_and_a_way_out() -> None:
