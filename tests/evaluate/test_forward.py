@@ -11,7 +11,7 @@ from small_models import SPECS, model
 from tinyloop_service.engine import trajectory
 from tinyloop_service.engine.reference import Reference
 from tinyloop_service.engine.weights import ModelWeights
-from tinyloop_service.evaluate.rounding import DenseModel, ModelForward, Rounding
+from tinyloop_service.evaluate.rounding import DenseModel, ModelForward, Rounding, RoundingTap, Stopped
 from tinyloop_service.types import CacheMode
 
 TOKENS = np.random.default_rng(5).integers(0, 256, 37)
@@ -85,3 +85,22 @@ def test_one_pass_is_a_second_half_off_a_cached_first_half_in_every_mode(name: s
     expected = [reference.forward(tokens.tolist(), cache) for tokens in (TOKENS[:half], TOKENS[half:])]
     plain, rounded = (forward(model(name), each).run(TOKENS, 3).logits(3) for each in (PLAIN, Rounding(cache=mode)))
     assert rms(rounded - np.concatenate(expected)) < FLIPPED * rms(rounded - plain)
+
+
+def test_a_pass_that_nobody_wants_ends_amid_its_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, it may take minutes with a large model, and who interrupts it would wait for them."""
+    fast, blocks = forward(model("everything")), list[object]()
+
+    def keeps_h(tap: RoundingTap, x: Any) -> Any:
+        blocks.append(x)
+        if len(blocks) == 3:
+            fast.stopped.set()
+        return x
+
+    whole = fast.run(TOKENS, 5)
+    monkeypatch.setattr(RoundingTap, "keeps_h", keeps_h)
+    with pytest.raises(Stopped):
+        fast.run(TOKENS, 5)
+    assert len(blocks) == 3
+    with pytest.raises(Stopped):
+        whole.logits(5)

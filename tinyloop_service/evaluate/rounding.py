@@ -7,12 +7,14 @@ Every activation and sum is float32; `Rounding` switches on one rounding of an e
                          mode stores; so a second half off a cached first half is what one pass over both computes
 
 In: a model and a window of token ids.  Out: the state after every loop, and logits, from one pass to the deepest.
-Refuses to know about texts, scores and attention.  Shapes: T tokens.
+Once nobody wants it any more, a pass ends before its next linear, by `Stopped`.  Refuses to know about texts, scores
+and attention.  Shapes: T tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -29,6 +31,10 @@ from tinyloop_service.types import CacheMode
 Floats = NDArray[np.float32]
 
 
+class Stopped(Exception):
+    """The result is not wanted any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rounding:
     """What is rounded besides the weights in the file; nothing by default."""
@@ -43,8 +49,10 @@ class RoundingTap(Tap):
 
     rounding: Rounding
     quant: Quant | None
+    stopped: threading.Event
 
     def reads(self, index: int, group: str, x: Floats) -> Floats:
+        self.check_wanted()
         if self.rounding.activations == "float32" or self.quant is None:
             return x
         return round_to_int8(x, self.quant.group_size)
@@ -56,6 +64,10 @@ class RoundingTap(Tap):
         if self.rounding.cache in H_MODES:  # what engines make of h they keep in fp16
             return x.astype(np.float16).astype(x.dtype)
         return self._as_read(x)
+
+    def check_wanted(self) -> None:
+        if self.stopped.is_set():
+            raise Stopped
 
     def _as_read(self, x: Floats) -> Floats:
         mode = self.rounding.cache
@@ -91,20 +103,22 @@ class ModelForward:
 
     model: DenseModel
     rounding: Rounding = Rounding()
+    stopped: threading.Event = field(default_factory=threading.Event)  # set by any thread: not wanted any more
 
     @property
-    def tap(self) -> Tap:
-        return RoundingTap(self.rounding, self.model.weights.spec.quant)
+    def tap(self) -> RoundingTap:
+        return RoundingTap(self.rounding, self.model.weights.spec.quant, self.stopped)
 
     def run(self, tokens: Ids, loops: int) -> ModelRun:
-        """Through the loop `loops` times.  tokens: (T,), a sequence from its first position on."""
+        """Through the loop `loops` times.  tokens: (T,), a sequence from its first position on.  Raises Stopped."""
         model, tap = self.model, self.tap
         x = model.trajectory.blocks(model.weights.embed[tokens].astype(np.float32), model.pre, tap)
         return ModelRun(self, np.stack([x, *model.trajectory.loops(x, model.loop, [tap] * loops)]))
 
     def logits(self, state: Floats) -> Floats:
-        """From the state after the last loop to (T, vocab_size)."""
+        """From the state after the last loop to (T, vocab_size).  Raises Stopped."""
         model, tap = self.model, self.tap
+        tap.check_wanted()
         state = model.trajectory.head_input(model.trajectory.blocks(state, model.post, tap))
         if isinstance(model.weights.head, Int4Linear):
             state = tap.reads(0, "head", state)

@@ -29,7 +29,7 @@ from tinyloop_service.engine.cache_modes import check_mode
 from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.tensors import ModelWeights
 from tinyloop_service.errors import InvalidArgument
-from tinyloop_service.evaluate.rounding import DenseModel, ModelForward, Rounding
+from tinyloop_service.evaluate.rounding import DenseModel, ModelForward, Rounding, Stopped
 from tinyloop_service.evaluate.score import Forward, Quality, Sums, measure_quality, score_window, sum_up
 from tinyloop_service.evaluate.windows import NamedText, Span, Window, cut_windows
 from tinyloop_service.text import Tokenizer
@@ -116,8 +116,9 @@ def evaluate(
     cut = [cut_windows(text, tokenizer, window_tokens) for text in texts]
     windows = [window for each in cut for window in each]
     _check_ids(models[0], windows)
-    passes = _plan(models, options.int8_activations, modes)
-    sums = _score_all(passes, windows, depths, options.threads, progress)
+    stopped = threading.Event()
+    passes = _plan(models, options.int8_activations, modes, stopped)
+    sums = _score_all(passes, windows, depths, options.threads, stopped, progress)
     rows = []
     for index, each in enumerate(passes):
         for span in each.spans:
@@ -127,13 +128,15 @@ def evaluate(
     return Report(models[0].name, depths, window_tokens, len(windows), facts, tuple(models), tuple(rows))
 
 
-def _plan(models: Sequence[NamedModel], int8_activations: bool, modes: Sequence[CacheMode]) -> list[_Pass]:
+def _plan(
+    models: Sequence[NamedModel], int8_activations: bool, modes: Sequence[CacheMode], stopped: threading.Event
+) -> list[_Pass]:
     """The reference's plain pass first."""
     dense = [DenseModel(model.weights) for model in models]
     passes: list[_Pass] = []
 
     def add(index: int, rounding: Rounding, *spans: Span) -> None:
-        passes.append(_Pass(models[index].name, rounding, ModelForward(dense[index], rounding), spans))
+        passes.append(_Pass(models[index].name, rounding, ModelForward(dense[index], rounding, stopped), spans))
 
     for index, model in enumerate(models):
         halves: tuple[Span, ...] = ("second half",) if index == 0 and modes else ()
@@ -149,14 +152,19 @@ WindowSums = list[dict[Span, Sums]]  # one entry a pass
 
 
 def _score_all(
-    passes: Sequence[_Pass], windows: Sequence[Window], depths: Sequence[int], num_threads: int, progress: Progress
+    passes: Sequence[_Pass],
+    windows: Sequence[Window],
+    depths: Sequence[int],
+    num_threads: int,
+    stopped: threading.Event,
+    progress: Progress,
 ) -> list[WindowSums]:
-    """Per window.  When interrupted, threads end with the pass they are in.
+    """Per window.  When interrupted, threads end amid the pass they are in, as its forward is told by `stopped`.
 
     What a signal raises may come anywhere in this thread, amid the standard library too, where a lock then stays held
     and nobody ends: so it hands each thread all of its work at once, and waits.
     """
-    done, stopped = count(1), threading.Event()
+    done = count(1)
     waiting = iter(enumerate(windows))  # each is taken by one thread
     taken: list[WindowSums] = [[] for _ in windows]
 
@@ -164,9 +172,10 @@ def _score_all(
         sums: WindowSums = []
         reference = None
         for each in passes:
-            if stopped.is_set():
+            try:
+                scored = score_window(each.forward, window, depths)
+            except Stopped:
                 break
-            scored = score_window(each.forward, window, depths)
             reference = reference or scored
             sums.append({span: sum_up(scored, reference, window, span) for span in each.spans})
             progress(next(done), len(windows) * len(passes))
