@@ -50,14 +50,16 @@ class TinyLoopError(Exception):
 
 
 class InvalidArgument(TinyLoopError, ValueError):
-    """A field is outside its bounds.  `field` is its dotted path as the caller spelled it."""
+    """A field is outside its bounds.  `field` is its dotted path as the caller spelled it; `others` are further fields,
+    each of which the message has as a word."""
 
     reason = "INVALID_ARGUMENT"
 
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(field, message)  # both, so that it can be copied and pickled
+    def __init__(self, field: str, message: str, *others: str) -> None:
+        super().__init__(field, message, *others)  # all, so that it can be copied and pickled
         self.field = field
         self.description = message
+        self.others = others
 
     def __str__(self) -> str:
         return f"{self.field}: {self.description}"

@@ -32,9 +32,10 @@ _MODES_OF_SWITCHES = {  # which of them are on → the mode they mean; other set
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-def _require(condition: bool, field: str, message: str) -> None:
+def _require(condition: bool, field: str, message: str, *others: str) -> None:
+    """`others`: further fields that the message names."""
     if not condition:
-        raise InvalidArgument(field, message)
+        raise InvalidArgument(field, message, *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class ServerSettings:
         _require(is_shared, "grpc_processes", f"{fronts} given, which cannot share {self.listen}; listen on a port")
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
             is_whole = getattr(self, name) is None or getattr(self, other) is not None
-            _require(is_whole, name, f"given without {other}; give both, or neither")
+            _require(is_whole, name, f"given without {other}; give both, or neither", other)
         for name in ("drain_pause_s", "drain_grace_s"):
             _require(getattr(self, name) >= 0, name, f"{getattr(self, name)} given, at least 0 expected")
         slow_s, metrics = self.slow_request_s, self.metrics_listen or ""
@@ -173,7 +174,8 @@ class ServerSettings:
             self.insecure_any_address or self.knows_callers or _is_loopback(host),
             name,
             f"{address!r} can be reached from other machines and nobody is authenticated; use 127.0.0.1, "
-            "or give a tokens_file or a tls_client_ca, or set insecure_any_address if the network keeps strangers out",
+            "or give tokens_file or tls_client_ca, or insecure_any_address if the network keeps strangers out",
+            *("tokens_file", "tls_client_ca", "insecure_any_address"),
         )
 
     @property
@@ -195,10 +197,11 @@ class ClientSettings:
     affinity: bool = False  # of several addresses, ask the one that the prefix hashes to
 
     def __post_init__(self) -> None:
-        _require(not (self.token and self.token_file), "token_file", "given beside a token; leave one of them out")
+        is_one = not (self.token and self.token_file)
+        _require(is_one, "token_file", "given beside token; leave one of them out", "token")
         for name, other in (("client_cert", "client_key"), ("client_key", "client_cert")):
             is_whole = getattr(self, name) is None or getattr(self, other) is not None
-            _require(is_whole, name, f"given without {other}; give both, or neither")
+            _require(is_whole, name, f"given without {other}; give both, or neither", other)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:

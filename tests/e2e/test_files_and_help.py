@@ -95,7 +95,12 @@ def test_wrong_usage_ends_with_2(arguments: list[str]) -> None:
         ({"TOKENS_FILE": "/no/such/file"}, "serve", "error: TINYLOOP_TOKENS_FILE: /no/such/file: No such file"),
         ({}, "bench --kv-memory 1", "error: --kv-memory: 1 bytes given"),
         ({"KV_MEMORY": "1"}, "bench", "error: TINYLOOP_KV_MEMORY: 1 bytes given"),
-        ({}, "model --client-cert x", "Error: --client-cert: given without client_key; give both"),
+        ({}, "model --client-cert x", "Error: --client-cert: given without --client-key; give both"),
+        ({"CLIENT_CERT": "x"}, "model", "Error: TINYLOOP_CLIENT_CERT: given without TINYLOOP_CLIENT_KEY; give both"),
+        ({"TOKEN": "x", "TOKEN_FILE": "x"}, "model", "Error: TINYLOOP_TOKEN_FILE: given beside TINYLOOP_TOKEN; leave"),
+        ({}, "serve --tls-key x", "Error: --tls-key: given without --tls-cert; give both"),
+        ({"TLS_KEY": "x"}, "serve", "Error: TINYLOOP_TLS_KEY: given without TINYLOOP_TLS_CERT; give both"),
+        ({}, "serve --tls-client-ca x", "Error: --tls-client-ca: given without --tls-cert; give both"),
         ({"TOKEN": "a b"}, "model", "error: TINYLOOP_TOKEN: is no bearer token"),
         ({}, "model --tls-ca /dev/null", "error: --tls-ca: /dev/null holds no certificate"),
         ({}, "generate x --temperature nan", "error: --temperature: is nan"),
@@ -110,6 +115,29 @@ def test_an_error_names_the_flag_or_the_variable_that_was_given(
         monkeypatch.setenv(f"TINYLOOP_{name}", value)
     last = tinyloop(*arguments.split(), status=None).err.splitlines()[-1]
     assert last.startswith(named)
+
+
+FLAGS = "--tokens-file or --tls-client-ca, or --insecure-any-address if"
+VARIABLES = "TINYLOOP_TOKENS_FILE or TINYLOOP_TLS_CLIENT_CA, or TINYLOOP_INSECURE_ANY_ADDRESS if"
+STRANGERS = "0.0.0.0:1"  # would be let in
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "named"),
+    [
+        ({}, f"serve --listen {STRANGERS}", FLAGS),
+        ({}, f"serve --metrics-listen {STRANGERS}", FLAGS),
+        ({"LISTEN": STRANGERS}, "serve", VARIABLES),
+        ({"LISTEN": STRANGERS}, "bench", VARIABLES),  # has no such flags
+        ({"INSECURE_ANY_ADDRESS": "0"}, f"serve --listen {STRANGERS}", "-ca, or TINYLOOP_INSECURE_ANY_ADDRESS if"),
+    ],
+)
+def test_what_else_an_error_names_is_named_so_too(
+    variables: dict[str, str], arguments: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(f"TINYLOOP_{name}", value)
+    assert named in tinyloop(*arguments.split(), status=2).err.splitlines()[-1]
 
 
 def test_a_server_in_this_process_leaves_the_log_of_other_tests_alone() -> None:

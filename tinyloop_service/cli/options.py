@@ -110,7 +110,7 @@ def settings_options(*names: str) -> Callable[[F], F]:
 
 def read_settings(given: Mapping[str, object]) -> Settings:
     """Defaults, then the environment, then the flags; a usage error names what cannot be read."""
-    flags = {f"TINYLOOP_{name.upper()}": str(value) for name, value in given.items() if value is not None}
+    flags = {_variable(name): str(value) for name, value in given.items() if value is not None}
     try:
         return Settings.from_environment({**os.environ, **flags})
     except InvalidArgument as error:
@@ -134,7 +134,8 @@ def named_as_given(command: F) -> F:
 
 def as_given(error: InvalidArgument) -> InvalidArgument:
     """`error` under the flag of the running command, or the variable, that its field was given by; of a default, under
-    the flag.  A field that has neither keeps its name."""
+    the flag.  A field that has neither keeps its name.  Further fields that it names are named so too; those that were
+    not given, as the first one is."""
     context = click.get_current_context()
     name = error.field.removeprefix("TINYLOOP_").lower().replace(".", "_")
     flags = _flags(context)
@@ -142,9 +143,23 @@ def as_given(error: InvalidArgument) -> InvalidArgument:
         of_input = _FLAGS_OF_INPUTS.get(name.partition("[")[0], ())
         given = [flag for flag in of_input if flag in flags and context.params.get(flag)]
         name = given[0] if len(given) == 1 else name
-    variable = f"TINYLOOP_{name.upper()}"
-    by_variable = context.get_parameter_source(name) is not ParameterSource.COMMANDLINE and os.environ.get(variable)
-    return InvalidArgument(variable if by_variable else flags.get(name, error.field), error.description)
+    named, description = _given_by(name) or flags.get(name, error.field), error.description
+    for other in error.others:
+        alike = _variable(other) if named == _variable(name) else flags.get(other, _variable(other))
+        description = description.replace(other, _given_by(other) or alike)
+    return InvalidArgument(named, description)
+
+
+def _given_by(name: str) -> str | None:
+    """The flag of the running command, or the variable, that `name` was given by."""
+    context = click.get_current_context()
+    if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        return _flags(context).get(name)
+    return _variable(name) if os.environ.get(_variable(name)) else None
+
+
+def _variable(name: str) -> str:
+    return f"TINYLOOP_{name.upper()}"
 
 
 def _file_as_given(error: OSError) -> OSError | InvalidArgument:
@@ -154,7 +169,7 @@ def _file_as_given(error: OSError) -> OSError | InvalidArgument:
     context, path = click.get_current_context(), str(error.filename)
     flags = _flags(context)
     given = (name for name, value in context.params.items() if name in flags and str(value) == path)
-    by_variable = (name for name in flags if os.environ.get(f"TINYLOOP_{name.upper()}") == path)
+    by_variable = (name for name in flags if os.environ.get(_variable(name)) == path)
     name = next(chain(given, by_variable), None)
     return error if name is None else as_given(InvalidArgument(name, f"{path}: {error.strerror}; check the path"))
 
