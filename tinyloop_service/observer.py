@@ -168,7 +168,7 @@ class Observer(Protocol):
         """It listens no more."""
 
     def front_restarted(self, reason: str) -> None:
-        """Another one is started: the last one exited, was killed, hung, or was not_started."""
+        """A try to start another: the last one exited, was killed, hung, or was not_started, if the last try failed."""
 
 
 class Unwatched:

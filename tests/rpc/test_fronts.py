@@ -130,7 +130,7 @@ async def test_a_front_that_answers_nobody_is_ended_and_started_anew(monkeypatch
 async def test_metrics_say_how_many_there_are_and_why_others_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "_LOOK_EVERY_S", 0.5)
     monkeypatch.setattr(fleet, "_FIRST_PAUSE_S", 0.01)
-    real, failing = asyncio.create_subprocess_exec, iter([True])
+    real, failing = asyncio.create_subprocess_exec, iter([True, True])
 
     async def scarce(*command: str, **options: Any) -> Any:
         if next(failing, False):
@@ -157,7 +157,7 @@ async def test_metrics_say_how_many_there_are_and_why_others_were_started(monkey
         await until(lambda: len(fronts_of(served)) == 2)
         after = await scrape(served.app.metrics_address)
     assert after("grpc_processes") == 2 and after("grpc_processes_resident_memory_bytes") > 0
-    assert after.by("grpc_process_restarts_total", "reason") == {"hung": 1, "killed": 1, "not_started": 1, "exited": 1}
+    assert after.by("grpc_process_restarts_total", "reason") == {"hung": 1, "killed": 1, "not_started": 2, "exited": 1}
 
 
 async def test_fronts_end_with_an_engine_process_that_is_killed() -> None:

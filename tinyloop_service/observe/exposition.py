@@ -192,8 +192,8 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Counter(
         "tinyloop_grpc_process_restarts_total",
-        "Processes that speak gRPC and were started anew, by what became of the one before: it exited, was killed by a "
-        "signal, hung and was ended, or was not_started.",
+        "Tries to start a process that speaks gRPC anew, by what became of the one before: it exited, was killed by a "
+        "signal, hung and was ended, or was not_started, because the try before failed.",
         ("reason",),
         lambda s: s.metrics.front_restarts,
     ),
