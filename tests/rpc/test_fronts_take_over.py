@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +46,24 @@ def beside_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "_FRONTS", 2)
 
 
+@asynccontextmanager
+async def falling_back(**server: Any) -> AsyncIterator[tuple[App, set[int], threading.Event]]:
+    """A server that takes over from its fronts, of those process ids, once the event is set."""
+    loaded = threading.Event()
+
+    def load() -> LoadedModel:
+        assert loaded.wait(20)
+        return LoadedModel(FakeEngine(), None, CONFIG)
+
+    app = App(Settings(server=replace(SERVER, grpc_processes=None, **server)), load)
+    await app.start()
+    try:
+        yield app, {pid_of(front) for front in app._server._fronts.values()}, loaded  # type: ignore[union-attr]
+    finally:
+        loaded.set()
+        await app.stop(0.0)
+
+
 @pytest.mark.parametrize("secured", [False, True])
 async def test_a_server_that_falls_back_to_the_cpu_listens_itself(
     secured: bool, tmp_path: Path, beside_gpu: None
@@ -52,22 +74,13 @@ async def test_a_server_that_falls_back_to_the_cpu_listens_itself(
     cert, key = ca.issue("server").write(tmp_path, "server")
     more = {"tokens_file": str(path), "tls_cert": str(cert), "tls_key": str(key)} if secured else {}
     secrets, mine = grpc.ssl_channel_credentials(ca.pem), (("authorization", "Bearer tl_x"),)
-    loading = threading.Event()
-
-    def load() -> LoadedModel:
-        assert loading.wait(20)
-        return LoadedModel(FakeEngine(), None, CONFIG)
-
-    app = App(Settings(server=replace(SERVER, grpc_processes=None, metrics_listen="127.0.0.1:0", **more)), load)
-    await app.start()
-    try:
-        fronts = {pid_of(front) for front in app._server._fronts.values()}  # type: ignore[union-attr]
+    async with falling_back(metrics_listen="127.0.0.1:0", **more) as (app, fronts, loaded):
         assert len(living(fronts)) == 2
         made = grpc.aio.secure_channel(app.address, secrets, OWN_CONNECTION) if secured else None
         async with made or grpc.aio.insecure_channel(app.address, OWN_CONNECTION) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READY_SERVICE))
             assert (await watch.read()).status == NOT_SERVING
-            loading.set()
+            loaded.set()
             await app.ready()
             await until(lambda: not living(fronts))
             generate = generation_pb2_grpc.GenerationServiceStub(channel).Generate
@@ -78,10 +91,22 @@ async def test_a_server_that_falls_back_to_the_cpu_listens_itself(
         assert app._health._states[READY_SERVICE] == SERVING
         metrics = app._observation.snapshot().metrics
         assert not metrics.fronts and not any(metrics.front_restarts.values())
-    finally:
-        loading.set()
-        await app.stop(0.0)
     _try_bind(app.address)  # is free again
+
+
+async def test_fronts_that_hang_do_not_keep_connections_from_who_takes_over(
+    beside_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gives them their share as long as they live, and whoever gets there waits for their end."""
+    monkeypatch.setattr(fleet, "_END_S", 3600.0)  # for those that have calls worth waiting for
+    async with falling_back() as (app, fronts, loaded):
+        for pid in fronts:
+            os.kill(pid, signal.SIGSTOP)
+        loaded.set()
+        await app.ready()
+        await until(lambda: not living(fronts))
+        async with grpc.aio.insecure_channel(app.address, OWN_CONNECTION) as channel:
+            assert (await served_model(channel)).replica == "replica-0"
 
 
 async def test_who_takes_over_has_the_certificate_that_was_in_force_last(
@@ -89,28 +114,17 @@ async def test_who_takes_over_has_the_certificate_that_was_in_force_last(
 ) -> None:
     monkeypatch.setattr(fleet, "_LOOK_EVERY_S", 0.05)
     cert, key = Authority.make("old").issue("server").write(tmp_path, "server")
-    loading, ca = threading.Event(), Authority.make("new")
-
-    def load() -> LoadedModel:
-        assert loading.wait(20)
-        return LoadedModel(FakeEngine(), None, CONFIG)
-
-    app = App(Settings(server=replace(SERVER, grpc_processes=None, tls_cert=str(cert), tls_key=str(key))), load)
-    await app.start()
-    try:
-        fronts: Any = app._server
-        pids = {pid_of(front) for front in fronts._fronts.values()}
+    ca = Authority.make("new")
+    async with falling_back(tls_cert=str(cert), tls_key=str(key)) as (app, fronts, loaded):
         ca.issue("server").write(tmp_path, "server")
-        await until(lambda: fronts._certificates.last.cert == cert.read_bytes())
+        server: Any = app._server
+        await until(lambda: server._certificates.last.cert == cert.read_bytes())
         key.unlink()
-        loading.set()
+        loaded.set()
         await app.ready()
-        await until(lambda: not living(pids))
+        await until(lambda: not living(fronts))
         async with grpc.aio.secure_channel(app.address, grpc.ssl_channel_credentials(ca.pem)) as channel:
             assert (await served_model(channel)).replica == "replica-0"
-    finally:
-        loading.set()
-        await app.stop(0.0)
 
 
 @pytest.mark.parametrize(("engine", "given"), [("cuda", None), ("fake", 2)])

@@ -119,15 +119,17 @@ class Fronts:
         await self._own.start()
         await self._leave_alone()
         self._reachable(True)
-        self._leaving = asyncio.gather(*(front.stop(_TAKE_OVER_S) for front in self._fronts.values()))
-        for front in self._fronts.values():
+        fronts = self._fronts.values()  # which the kernel gives connections for as long as they live, hung ones too
+        self._leaving = asyncio.gather(*(front.stop(_TAKE_OVER_S, _HURRIED_S) for front in fronts))
+        for front in fronts:
             self._observer.front_ended(front.pid)
         self._fronts = {}
 
     async def stop(self, grace: float | None) -> None:
         """Take no more calls; those that run have so long to end."""
         await self._leave_alone()
-        await asyncio.gather(*(front.stop(grace) for front in self._fronts.values()))
+        end_s = _HURRIED_S if grace is None else _END_S
+        await asyncio.gather(*(front.stop(grace, end_s) for front in self._fronts.values()))
         if self._own is not None:
             await self._own.stop(grace)
         if self._leaving is not None:
@@ -161,7 +163,7 @@ class Fronts:
         try:
             await front.start(list(map(written, self._claimed)), (self._settings, pems), self._callers())
         except BaseException:
-            await front.stop(None)
+            await front.stop(None, _HURRIED_S)
             raise
         self._fronts[nth] = front
         self._observer.front_listens(front.pid)
@@ -265,12 +267,12 @@ class _Front:
         self._num_unanswered += 1
         self._pipe.send(Down.ASK)
 
-    async def stop(self, grace_s: float | None) -> None:
+    async def stop(self, grace_s: float | None, end_s: float) -> None:
+        """Calls have the grace to end, the process `end_s` more; then it is killed."""
         if self._process is not None:
             self._pipe.send(Down.STOP, grace_s)
-            limit_s = _HURRIED_S if grace_s is None else grace_s + _END_S
             try:
-                await asyncio.wait_for(self._process.wait(), limit_s)
+                await asyncio.wait_for(self._process.wait(), (grace_s or 0.0) + end_s)
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
