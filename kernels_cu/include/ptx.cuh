@@ -70,6 +70,13 @@ DEVICE u32 half2_fma(u32 a, u32 b, u32 c) {
   return result;
 }
 
+// The greater of each half; NaN where either is.
+DEVICE u32 half2_max_nan(u32 a, u32 b) {
+  u32 result;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
 DEVICE float half_to_float(u16 bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -127,6 +134,19 @@ DEVICE void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// c[16x8] += a[16x32] · b[32x8] over a warp: bytes, exact sums.  b is signed, a is signed or unsigned.  Lane = 4·g + t holds
+//   a[0] (g, 4t..4t+3)  a[1] (g+8, 4t..)  a[2] (g, 4t+16..)  a[3] (g+8, 4t+16..)    (row, k)
+//   b0 (4t..4t+3, g)    b1 (4t+16.., g)                                             (k, column)
+//   c as mma_m16n8k16
+#define TL_MMA_BYTES(a_type)                                                                                        \
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." a_type                                                      \
+               ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                            \
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                                     \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+DEVICE void mma_m16n8k32_s8(i32 (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { TL_MMA_BYTES("s8"); }
+DEVICE void mma_m16n8k32_u8(i32 (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { TL_MMA_BYTES("u8"); }
 
 DEVICE u32 shared_address(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
 

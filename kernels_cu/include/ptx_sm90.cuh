@@ -49,20 +49,20 @@ DEVICE SharedMatrix operator+(SharedMatrix m, int bytes) { return {m.descriptor 
 #define TL_SUMS_6 TL_SUMS_5 ", %20, %21, %22, %23"
 #define TL_SUMS_7 TL_SUMS_6 ", %24, %25, %26, %27"
 #define TL_SUMS_8 TL_SUMS_7 ", %28, %29, %30, %31"
-#define TL_BOUND_1(c) "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3])
-#define TL_BOUND_2(c) TL_BOUND_1(c), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3])
-#define TL_BOUND_3(c) TL_BOUND_2(c), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3])
-#define TL_BOUND_4(c) TL_BOUND_3(c), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3])
-#define TL_BOUND_5(c) TL_BOUND_4(c), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3])
-#define TL_BOUND_6(c) TL_BOUND_5(c), "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3])
-#define TL_BOUND_7(c) TL_BOUND_6(c), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3])
-#define TL_BOUND_8(c) TL_BOUND_7(c), "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])
+#define TL_BOUND_1(kind, c) kind(c[0][0]), kind(c[0][1]), kind(c[0][2]), kind(c[0][3])
+#define TL_BOUND_2(kind, c) TL_BOUND_1(kind, c), kind(c[1][0]), kind(c[1][1]), kind(c[1][2]), kind(c[1][3])
+#define TL_BOUND_3(kind, c) TL_BOUND_2(kind, c), kind(c[2][0]), kind(c[2][1]), kind(c[2][2]), kind(c[2][3])
+#define TL_BOUND_4(kind, c) TL_BOUND_3(kind, c), kind(c[3][0]), kind(c[3][1]), kind(c[3][2]), kind(c[3][3])
+#define TL_BOUND_5(kind, c) TL_BOUND_4(kind, c), kind(c[4][0]), kind(c[4][1]), kind(c[4][2]), kind(c[4][3])
+#define TL_BOUND_6(kind, c) TL_BOUND_5(kind, c), kind(c[5][0]), kind(c[5][1]), kind(c[5][2]), kind(c[5][3])
+#define TL_BOUND_7(kind, c) TL_BOUND_6(kind, c), kind(c[6][0]), kind(c[6][1]), kind(c[6][2]), kind(c[6][3])
+#define TL_BOUND_8(kind, c) TL_BOUND_7(kind, c), kind(c[7][0]), kind(c[7][1]), kind(c[7][2]), kind(c[7][3])
 // The operands after the sums: a, b and whether to accumulate, numbered from 4 · tiles.
 #define TL_WGMMA(tiles, columns, a_numbers, b_number, flag_number)                                              \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" flag_number ", 0;\n"                                    \
                "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.f16.f16 " TL_SUMS_##tiles "}, {" a_numbers  \
                "}, %" b_number ", add, 1, 1, 0;\n}"                                                             \
-               : TL_BOUND_##tiles(c)                                                                            \
+               : TL_BOUND_##tiles("+f", c)                                                                      \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor), "r"(static_cast<u32>(add)))
 
 // c[64 x 8·kTiles] = a[64x16] · b[16 x 8·kTiles], plus c if `add`; fp16 operands, fp32 accumulators.  Warp w has rows
@@ -82,6 +82,33 @@ DEVICE void wgmma(float (&c)[kTiles][4], const u32 (&a)[4], SharedMatrix b, bool
 #else
   __trap();
 #endif
+}
+
+#define TL_WGMMA_BYTES(tiles, columns, a_type, a_numbers, b_number, flag_number)                                 \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" flag_number ", 0;\n"                                    \
+               "wgmma.mma_async.sync.aligned.m64n" columns "k32.s32." a_type ".s8 " TL_SUMS_##tiles "}, {"        \
+               a_numbers "}, %" b_number ", add;\n}"                                                             \
+               : TL_BOUND_##tiles("+r", c)                                                                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.descriptor), "r"(static_cast<u32>(add)))
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TL_WGMMA_BYTES_OF(a_type)                                                                                \
+  static_assert(kTiles == 4 || kTiles == 8, "32 or 64 columns");                                                 \
+  if constexpr (kTiles == 4) TL_WGMMA_BYTES(4, "32", a_type, "%16, %17, %18, %19", "20", "21");                  \
+  if constexpr (kTiles == 8) TL_WGMMA_BYTES(8, "64", a_type, "%32, %33, %34, %35", "36", "37")
+#else
+#define TL_WGMMA_BYTES_OF(a_type) __trap()
+#endif
+
+// The same of bytes, 32 of them a step, with exact sums: fragments of mma_m16n8k32, b as above, where 16 bytes are 16 k.
+// b is signed, a is signed or unsigned; 4 or 8 tiles.
+template <int kTiles>
+DEVICE void wgmma_s8(i32 (&c)[kTiles][4], const u32 (&a)[4], SharedMatrix b, bool add) {
+  TL_WGMMA_BYTES_OF("s8");
+}
+
+template <int kTiles>
+DEVICE void wgmma_u8(i32 (&c)[kTiles][4], const u32 (&a)[4], SharedMatrix b, bool add) {
+  TL_WGMMA_BYTES_OF("u8");
 }
 
 // Between ordinary accesses to a and c and the first wgmma after them.

@@ -151,14 +151,34 @@ inline void complete_mma(Lane* lanes) {
     widen_eight(wide, from.b);
     for (int i = 0; i < 4; ++i) b[2 * t + 8 * (i >> 1) + (i & 1)][g] = wide[i];
     std::memcpy(&c[g][2 * t], from.c, 8);
-    std::memcpy(&c[g + 8][2 * t], from.c + 2, 8);
+    std::memcpy(&c[g + 8][2 * t], static_cast<float*>(from.c) + 2, 8);
   }
   multiply_eight_rows(c, a, b);
   multiply_eight_rows(c + 8, a + 8, b);
   for (int lane = 0; lane < kWarp; ++lane) {
     const int g = lane / 4, t = lane % 4;
     std::memcpy(lanes[lane].c, &c[g][2 * t], 8);
-    std::memcpy(lanes[lane].c + 2, &c[g + 8][2 * t], 8);
+    std::memcpy(static_cast<float*>(lanes[lane].c) + 2, &c[g + 8][2 * t], 8);
+  }
+}
+
+// The same of bytes; sums are exact.
+template <class A>
+inline void complete_mma_bytes(Lane* lanes) {
+  A a[16][32];
+  signed char b[32][8];
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) std::memcpy(&a[g + 8 * (i & 1)][4 * t + 16 * (i >> 1)], &lanes[lane].a[i], 4);
+    for (int i = 0; i < 8; ++i) b[4 * t + 16 * (i / 4) + i % 4][g] = static_cast<signed char>(lanes[lane].b[i / 4] >> 8 * (i % 4));
+  }
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    int c[4];
+    std::memcpy(c, lanes[lane].c, sizeof c);
+    for (int i = 0; i < 4; ++i)
+      for (int k = 0; k < 32; ++k) c[i] += a[g + i / 2 * 8][k] * b[k][2 * t + i % 2];
+    std::memcpy(lanes[lane].c, c, sizeof c);
   }
 }
 
@@ -260,6 +280,12 @@ inline u32 half2_fma(u32 a, u32 b, u32 c) {
   return emulator::pair(emulator::narrow_exactly(low), emulator::narrow_exactly(high));
 }
 
+inline u32 half2_max_nan(u32 a, u32 b) {
+  using emulator::widen;
+  const auto greater = [](float x, float y) { return x != x || x > y ? x : y; };
+  return pack_half2(greater(widen(a), widen(b)), greater(widen(a >> 16), widen(b >> 16)));
+}
+
 inline float reciprocal_fast(float x) { return 1.0f / x; }
 
 inline float exp2_fast(float x) {
@@ -277,6 +303,27 @@ inline void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   lane.b[1] = b1;
   lane.c = c;
   emulator::meet(emulator::Meeting::mma, emulator::complete_mma);
+}
+
+namespace emulator {
+
+template <class A>
+inline void multiply_bytes(i32 (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  Lane& lane = my_lane();
+  std::memcpy(lane.a, a, sizeof a);
+  lane.b[0] = b0;
+  lane.b[1] = b1;
+  lane.c = c;
+  meet(Meeting::mma, complete_mma_bytes<A>);
+}
+
+}  // namespace emulator
+
+inline void mma_m16n8k32_s8(i32 (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  emulator::multiply_bytes<signed char>(c, a, b0, b1);
+}
+inline void mma_m16n8k32_u8(i32 (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  emulator::multiply_bytes<unsigned char>(c, a, b0, b1);
 }
 
 inline void ldmatrix_x4(u32 (&r)[4], const void* shared) { emulator::load_matrices<false>(r, shared); }

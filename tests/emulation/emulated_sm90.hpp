@@ -37,8 +37,8 @@ inline const unsigned char* row_of(const SharedMatrix& m, int row, int which) {
   return reinterpret_cast<const unsigned char*>(place ^ (place >> 7 & 7) << 4);
 }
 
-// One warp's 16 rows: the matrix's 8x8 matrices unfolded, then as complete_mma.
-template <int kTiles>
+// One warp's 16 rows: the matrix's tiles of 8 rows and 16 bytes unfolded, then as a warp's own product.
+template <int kTiles, void complete(Lane*)>
 inline void complete_wgmma(Lane* lanes) {
   const auto* first = static_cast<const unsigned char*>(lanes[0].row);
   const SharedMatrix matrix = {first, static_cast<int>(lanes[0].b[0]), static_cast<int>(lanes[0].b[1])};
@@ -47,38 +47,53 @@ inline void complete_wgmma(Lane* lanes) {
   for (int i = 1; i < kWarp; ++i)
     if (lanes[i].row != first || std::memcmp(sums_before[i], sums_before[0], 8) || lanes[i].value != lanes[0].value)
       fail("lanes of a warp multiply by different matrices");
-  float* sums[kWarp];
+  unsigned char* sums[kWarp];
   for (int lane = 0; lane < kWarp; ++lane) {
-    sums[lane] = lanes[lane].c;
+    sums[lane] = static_cast<unsigned char*>(lanes[lane].c);
     if (!lanes[lane].value) std::memset(lanes[lane].c, 0, kTiles * 16);
   }
   for (int tile = 0; tile < kTiles; ++tile) {
     for (int lane = 0; lane < kWarp; ++lane) {
       for (int i = 0; i < 2; ++i)
         std::memcpy(&lanes[lane].b[i], row_of(matrix, 8 * tile + lane / 4, i) + lane % 4 * 4, 4);
-      lanes[lane].c = sums[lane] + tile * 4;
+      lanes[lane].c = sums[lane] + tile * 16;
     }
-    complete_mma(lanes);
+    complete(lanes);
   }
+}
+
+template <int kTiles, void complete(Lane*)>
+inline void multiply_by_warpgroup(void* c, const u32 (&a)[4], SharedMatrix b, bool add) {
+  Products& products = current->products;
+  if (!products.fenced) fail("a wgmma without a wgmma_fence since its registers were last used");
+  if (!products.memory_fenced) fail("a wgmma of a thread that never called fence_for_wgmma");
+  ++products.started;
+  check_aligned(b.first);
+  Lane& lane = my_lane();
+  std::memcpy(lane.a, a, sizeof lane.a);
+  lane.b[0] = b.next_k;
+  lane.b[1] = b.next_rows;
+  lane.c = c;
+  lane.row = b.first;
+  lane.value = add;
+  meet(Meeting::wgmma, complete_wgmma<kTiles, complete>);
 }
 
 }  // namespace emulator
 
 template <int kTiles>
 inline void wgmma(float (&c)[kTiles][4], const u32 (&a)[4], SharedMatrix b, bool add) {
-  emulator::Products& products = emulator::current->products;
-  if (!products.fenced) emulator::fail("a wgmma without a wgmma_fence since its registers were last used");
-  if (!products.memory_fenced) emulator::fail("a wgmma of a thread that never called fence_for_wgmma");
-  ++products.started;
-  emulator::check_aligned(b.first);
-  emulator::Lane& lane = emulator::my_lane();
-  std::memcpy(lane.a, a, sizeof lane.a);
-  lane.b[0] = b.next_k;
-  lane.b[1] = b.next_rows;
-  lane.c = &c[0][0];
-  lane.row = b.first;
-  lane.value = add;
-  emulator::meet(emulator::Meeting::wgmma, emulator::complete_wgmma<kTiles>);
+  emulator::multiply_by_warpgroup<kTiles, emulator::complete_mma>(c, a, b, add);
+}
+
+template <int kTiles>
+inline void wgmma_s8(i32 (&c)[kTiles][4], const u32 (&a)[4], SharedMatrix b, bool add) {
+  emulator::multiply_by_warpgroup<kTiles, emulator::complete_mma_bytes<signed char>>(c, a, b, add);
+}
+
+template <int kTiles>
+inline void wgmma_u8(i32 (&c)[kTiles][4], const u32 (&a)[4], SharedMatrix b, bool add) {
+  emulator::multiply_by_warpgroup<kTiles, emulator::complete_mma_bytes<unsigned char>>(c, a, b, add);
 }
 
 inline void wgmma_fence() { emulator::current->products.fenced = true; }

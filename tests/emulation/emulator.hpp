@@ -96,7 +96,7 @@ enum class Meeting { none, mma, wgmma, matrix, shuffle, ballot, sync };
 
 struct Lane {  // what a lane brings to a warp-wide instruction, and where its result goes
   uint32_t a[4], b[4];  // of b, two are read and four may be loaded at once
-  float* c;
+  void* c;  // four sums, or more
   const void* row;
   uint32_t* result;
   uint32_t value;

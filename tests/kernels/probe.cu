@@ -19,6 +19,19 @@ extern "C" __global__ void __launch_bounds__(32) multiply(const uint4* a, const 
   for (int i = 0; i < 4; ++i) c[(g + 8 * (i / 2)) * 8 + 2 * t + i % 2] = sums[i];
 }
 
+// c[signed or not][16][8] = a[16][32] · b[8][32]ᵀ, bytes → int32, added to what c has.
+extern "C" __global__ void __launch_bounds__(32) multiply_bytes(const u32* a, const u32* b, i32* c) {
+  const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+  const u32 rows[4] = {a[g * 8 + t], a[(g + 8) * 8 + t], a[g * 8 + t + 4], a[(g + 8) * 8 + t + 4]};
+  for (int kind = 0; kind < 2; ++kind) {
+    i32 sums[4];
+    for (int i = 0; i < 4; ++i) sums[i] = c[kind * 128 + (g + 8 * (i / 2)) * 8 + 2 * t + i % 2];
+    if (kind == 0) mma_m16n8k32_s8(sums, rows, b[g * 8 + t], b[g * 8 + t + 4]);
+    else mma_m16n8k32_u8(sums, rows, b[g * 8 + t], b[g * 8 + t + 4]);
+    for (int i = 0; i < 4; ++i) c[kind * 128 + (g + 8 * (i / 2)) * 8 + 2 * t + i % 2] = sums[i];
+  }
+}
+
 // out[8][8] = in[8][8]ᵀ, halves.
 extern "C" __global__ void __launch_bounds__(32) transpose(const uint4* in, u32* out) {
   DYNAMIC_SHARED(shared);
@@ -48,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(32) arithmetic(const u32* a, const 
   out[160 + i] = pack_half2(half_to_float(a[i] & 0xffff), half_to_float(a[i] >> 16));
   out[192 + i] = permute_bytes(a[i], b[i], 0x5140);
   out[224 + i] = __float_as_uint(exp2_fast(half_to_float(a[i] & 0xffff)));
+  out[256 + i] = half2_max_nan(a[i], b[i]);
 }
 
 // Of two floats a lane the lesser and the greater one: out[operation][lane].

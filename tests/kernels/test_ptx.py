@@ -48,11 +48,22 @@ def test_the_order_of_a_step_s_products_does_not_show(probe: Device) -> None:
         assert np.array_equal(probe.download(out[0]), probe.download(out[1]))
 
 
+def test_products_of_bytes(probe: Device) -> None:
+    """Of signed and of unsigned ones with signed ones; the least and the largest are among them."""
+    rng = np.random.default_rng(7)
+    a, b = (rng.choice([-128, -1, 0, 1, 127, *range(-40, 40)], size).astype(np.int8) for size in ((16, 32), (8, 32)))
+    before = rng.integers(-(2**20), 2**20, (2, 16, 8)).astype(np.int32)
+    out = probe.upload(before)
+    run(probe, "multiply_bytes", probe.upload(a.view(np.uint32)), probe.upload(b.view(np.uint32)), out)
+    products = [left.astype(np.int32) @ b.astype(np.int32).T for left in (a, a.view(np.uint8))]
+    assert np.array_equal(probe.download(out), before + products)
+
+
 def test_powers_of_two_are_exact(probe: Device) -> None:
     """Sums of pages are brought from one exponent to another without rounding."""
     exponents = np.arange(-126, 128, dtype=np.float16)
     for some in np.pad(exponents, (0, 2)).reshape(8, 32):
-        pairs, out = np.repeat(some, 2).view(np.uint32), probe.empty((8, 32), np.uint32)
+        pairs, out = np.repeat(some, 2).view(np.uint32), probe.empty((9, 32), np.uint32)
         run(probe, "arithmetic", *(probe.upload(pairs) for _ in range(3)), out)
         assert np.array_equal(probe.download(out)[7].view(np.float32), np.ldexp(np.float32(1), some.astype(int)))
 
@@ -73,7 +84,7 @@ def test_eight_bytes_at_a_time(probe: Device) -> None:
 def test_bits_and_halves(probe: Device) -> None:
     rng = np.random.default_rng(3)
     a, b, c = (halves(rng, 32, 2) for _ in range(3))
-    out = probe.empty((8, 32), np.uint32)
+    out = probe.empty((9, 32), np.uint32)
     run(probe, "arithmetic", *(probe.upload(v.view(np.uint32).ravel()) for v in (a, b, c)), out)
     got = probe.download(out)
     words_a, words_b, words_c = (v.view(np.uint32).ravel() for v in (a, b, c))
@@ -86,6 +97,7 @@ def test_bits_and_halves(probe: Device) -> None:
     bytes_a, bytes_b = words_a.view(np.uint8).reshape(32, 4), words_b.view(np.uint8).reshape(32, 4)
     mixed = np.stack([bytes_a[:, 0], bytes_b[:, 0], bytes_a[:, 1], bytes_b[:, 1]], axis=1)  # selector 0x5140
     assert np.array_equal(got[6], mixed.copy().view(np.uint32).ravel())
+    assert np.array_equal(got[8], np.maximum(a, b).view(np.uint32).ravel())
     # ex2.approx: 2 ulp
     np.testing.assert_allclose(got[7].view(np.float32), np.exp2(a[:, 0].astype(np.float64)), rtol=2 * 2**-23)
 
@@ -96,6 +108,14 @@ def test_the_lesser_and_the_greater_are_nan_where_either_is(probe: Device) -> No
     out = probe.empty((2, 32), np.float32)
     run(probe, "extremes", probe.upload(a), probe.upload(b), out)
     np.testing.assert_array_equal(probe.download(out), [np.minimum(a, b), np.maximum(a, b)])
+
+
+def test_the_greater_half_is_nan_where_either_is(probe: Device) -> None:
+    a, b = halves(np.random.default_rng(8), 2, 32, 2)
+    a[3, 0] = b[4, 1] = a[5, 1] = b[5, 1] = np.nan
+    words, out = [probe.upload(v.view(np.uint32).ravel()) for v in (a, b, b)], probe.empty((9, 32), np.uint32)
+    run(probe, "arithmetic", *words, out)
+    np.testing.assert_array_equal(probe.download(out)[8].view(np.float16).reshape(32, 2), np.maximum(a, b))
 
 
 def test_lane_exchanges(probe: Device) -> None:

@@ -42,6 +42,19 @@ def test_products_of_a_warpgroup_have_the_bits_of_a_warps(probe: Device, tiles: 
         np.testing.assert_allclose(together, exact, rtol=0, atol=4 * 2**-23 * 64 * 64 * size)
 
 
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("tiles", [4, 8])
+def test_products_of_bytes_are_exact(probe: Device, tiles: int, swizzled: bool) -> None:
+    rng = np.random.default_rng(tiles)
+    w, x = (rng.integers(-128, 128, (rows, 128)).astype(np.int8) for rows in (64, 8 * tiles))
+    sums = probe.empty((2, 64, tiles * 8), np.int32)
+    kernel = probe.kernel("warpgroup", "of_bytes", TL_TILES=tiles, TL_SWIZZLED=int(swizzled))
+    arguments = probe.upload(w.view(np.uint32)), probe.upload(x.view(np.uint32)), sums
+    probe.launch(kernel, (1, 1, 1), 128, arguments, shared_bytes=shared_bytes(tiles))
+    products = [left.astype(np.int32) @ x.astype(np.int32).T for left in (w, w.view(np.uint8))]
+    assert np.array_equal(probe.download(sums), products)
+
+
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_blocks_of_a_cluster_hand_on_what_they_have(probe: Device, rounds: int) -> None:
     values = np.random.default_rng(0).normal(size=(rounds, 8, 128)).astype(np.float32)

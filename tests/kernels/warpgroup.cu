@@ -62,6 +62,32 @@ extern "C" __global__ void __launch_bounds__(128) both(const u32* w, const uint4
     }
 }
 
+#if TL_TILES == 4 || TL_TILES == 8
+// Of bytes, w [64][128] and x [kRows][128]: sums int32 [w signed or not][64][kRows].
+extern "C" __global__ void __launch_bounds__(128) of_bytes(const u32* w, const uint4* x, i32* sums) {
+  DYNAMIC_SHARED_ALIGNED(shared);
+  load_x(shared, x);  // 8 halves and 16 bytes lie alike
+  fence_for_wgmma();
+  __syncthreads();
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  for (int kind = 0; kind < 2; ++kind) {
+    i32 together[kTiles][4];
+    for (int step = 0; step < kInputs / 16; ++step) {
+      u32 a[4];
+      load_w(a, w, step);
+      wgmma_fence();
+      if (kind == 0) wgmma_s8(together, a, step_of(shared, step), step > 0);
+      else wgmma_u8(together, a, step_of(shared, step), step > 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+    }
+    for (int n = 0; n < kTiles; ++n)
+      for (int i = 0; i < 4; ++i)
+        sums[(kind * 64 + threadIdx.x / 32 * 16 + g + i / 2 * 8) * kRows + n * 8 + 2 * t + i % 2] = together[n][i];
+  }
+}
+#endif
+
 // mistake 1: no wgmma_fence; 2: no fence of shared memory; 3: a wait before the commit; 4: no wait at all.
 extern "C" __global__ void __launch_bounds__(128) mistaken(const uint4* x, float* out, i32 mistake) {
   DYNAMIC_SHARED(shared);
