@@ -32,14 +32,15 @@
 // Unit of work: an item and a K/V head, by 4 warps; blockIdx.x is the K/V head, the blocks along y stride over the
 // items.  All of the page's K and V that any row sees is asked for at once, straight into the registers of the warp
 // that multiplies it.  Warp w scores the 16 tokens of step w and mixes output dims w·D/4 .. +D/4 of all 64 tokens; the
-// rows' largest exponents and the weights, in fp16, go through shared memory.
+// rows' largest exponents and the weights go through shared memory.
 //
 // Before the previous kernel ends, a block loads the page of its first unit, but for the tokens that this step adds
 // and up to seven before each.  This takes for granted that the positions, and K and V of all earlier tokens, were
 // written before a kernel that was not launched as a dependent one.
 //
-// fp32: scores, exponents, sums, merge.  fp16: the weights that multiply V (relative to the largest of their page), and
-// a.  Bytes: each page that an item names once, as far as it is seen and not read through another (they hold the same
+// fp32: scores, exponents, sums, merge.  fp16: a, and the weights that multiply V (relative to the largest of their
+// page).  With TL_INT8 levels multiply levels (page_products.cuh), and o is 255 times what it says above until the merge.
+// Bytes: each page that an item names once, as far as it is seen and not read through another (they hold the same
 // bits, so it never shows which is read); partials (D + 2)·4 per row, head and split, written and read once (L2).
 #include "decode_work.cuh"
 #include "merge_splits.cuh"
@@ -58,12 +59,25 @@ struct PagePieces {
   StepScales value_scales;  // of the tokens it scores: their weights are its to round
 };
 
+#ifdef TL_INT8
+
+// Of a row: the largest weight of each step, scales of V in them.
+struct LargestWeights {
+  float largest[16][kSteps];
+};
+
+#else
+
+struct LargestWeights {};
+
+#endif
+
 // What the warps tell each other.
-struct Exchange : Newest {
+struct Exchange : Newest, LargestWeights {
   QueryTile queries;
   float top[16][kSteps];        // of a row: the largest score of each step
-  float sums[16][4][kSteps];    // of a row: what each of its four lanes makes of the weights of each step
-  uint4 weights[kSteps][32];    // a operands of the mix
+  u32 masses[16][4][kSteps];    // of a row: what each of its four lanes makes of the weights of each step
+  uint4 weights[kMixSteps][32];  // a operands of the mix
 };
 
 // A page, and where its source has the same.
@@ -156,13 +170,6 @@ DEVICE void load_unsettled(PagePieces& page, const CopiedPage& from, const UnitS
     }
 }
 
-// A row's newest token, if it belongs to the unit's page: at `place`.  K by one warp, V by another.
-DEVICE void share_newest(Newest& coded, const u16* newest, int row, const Lists& lists, const PageHead& page, int place) {
-  const int which = threadIdx.x / 32;
-  if (which > kValue) return;
-  share_newest(coded, page, load_newest(newest, which, row, lists), which, place);
-}
-
 // Into the warp's share of the page.
 DEVICE void put_newest(PagePieces& page, const CopiedPage& to, const Newest& coded, int place) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
@@ -178,83 +185,135 @@ DEVICE void put_newest(PagePieces& page, const CopiedPage& to, const Newest& cod
     }
 }
 
-// Asks for the tile's queries; rows that do not exist are zeros.
+// Where piece n of the tile's queries is, and whether it exists.
+DEVICE const u16* query_piece(const u16* q, int n, const Query& query, int num_heads) {
+  return q + (query.entry.row * num_heads + query.head) * kHeadDim + 8 * (n % kRowPieces);
+}
+
+// The tile's queries, there after cp_async_wait and a barrier; rows that do not exist are zeros.
 DEVICE void load_queries(QueryTile& tile, const u16* q, const Unit& unit, const Entries& entries, int num_heads) {
+  constexpr int kPieces = 16 * kRowPieces / kThreads;  // of a thread
+#ifdef TL_INT8
+  uint4 halves[kPieces];
 #pragma unroll
-  for (int i = threadIdx.x; i < 16 * kRowPieces; i += kThreads) {
-    const int row = i / kRowPieces, piece = i % kRowPieces;
+  for (int i = 0; i < kPieces; ++i) {
+    const int n = i * kThreads + static_cast<int>(threadIdx.x);
+    const Query query = query_of(0, n / kRowPieces, unit, entries);
+    halves[i] = query.exists ? load_piece(query_piece(q, n, query, num_heads)) : no_piece();
+  }
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) tile.put(i * kThreads + static_cast<int>(threadIdx.x), halves[i]);
+#else
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int n = i * kThreads + static_cast<int>(threadIdx.x), row = n / kRowPieces;
     const Query query = query_of(0, row, unit, entries);
-    const u16* from = q + (query.entry.row * num_heads + query.head) * kHeadDim + 8 * piece;
-    cp_async16(&tile.rows[row][place_of_piece(row, piece)], from, query.exists);
+    cp_async16(&tile.rows[row][place_of_piece(row, n % kRowPieces)], query_piece(q, n, query, num_heads), query.exists);
   }
   cp_async_commit();
+#endif
 }
 
-DEVICE float reference_of(const float (&top)[kSteps], float scale) {
-  return page_exponent(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3])), scale);
+// Of a row's steps.
+DEVICE float largest_of(const float (&of_step)[kSteps]) {
+  return max_nan(max_nan(of_step[0], of_step[1]), max_nan(of_step[2], of_step[3]));
 }
 
-// The warp's share of the weights: those of its 16 tokens, and their sums.
-DEVICE void publish_weights(Exchange& exchange, StepScores& scores, const StepScales& values, float scale) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#ifdef TL_INT8
+
+DEVICE WeightUnit unit_of_row(const Exchange& exchange, int row) { return weight_unit(largest_of(exchange.largest[row])); }
+
+// All warps' together.  Two steps are an a operand of the mix: rows g and g + 8 of one, then of the other.
+DEVICE void publish_packed(Exchange& exchange, StepScores& weights, const StepScales& values, bool has_high) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float base = exponent_base(reference_of(exchange.top[g + 8 * half], scale));
-    exchange.sums[g + 8 * half][t][warp] = weigh_half_step(scores, half, scale, base);
+    if (half == 1 && !has_high) continue;
+    const float largest = row_largest(scale_weights(weights, half, values, 0.0f));
+    if (lane % 4 == 0) exchange.largest[g + 8 * half][warp] = largest;
   }
-  exchange.weights[warp][lane] = pack_weights<2>(scores, values);
+  __syncthreads();
+  u32 levels[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if (half == 0 || has_high) levels[half] = weight_levels(weights, half, unit_of_row(exchange, g + 8 * half));
+  reinterpret_cast<uint2*>(&exchange.weights[warp / 2][lane])[warp % 2] = make_uint2(levels[0], levels[1]);
 }
+
+#else
+
+DEVICE WeightUnit unit_of_row(const Exchange&, int) { return {}; }
+DEVICE void publish_packed(Exchange& exchange, const StepScores& weights, const StepScales&, bool) {
+  exchange.weights[threadIdx.x / 32][threadIdx.x % 32] = pack_step<2>(weights);
+}
+
+#endif
+
+// Whether rows 8..15 of the tile exist.
+DEVICE bool has_high(const Unit& unit) { return unit.num_entries * kQueriesPerKv > 8; }
 
 // The warp's scores, and what the others need to know of them.
-DEVICE void publish_tops(Exchange& exchange, StepScores& scores, const Unit& unit, const Entries& entries,
-                         const PagePieces& page, Sight any) {
+DEVICE void publish_tops(Exchange& exchange, StepScores& scores, float (&scales)[2], const Unit& unit,
+                         const Entries& entries, const PagePieces& page, Sight any, float scale) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  if (sees_half(any, warp / 2)) score(scores, TileQueries<2>{exchange.queries}, page.keys);
+  if (sees_half(any, warp / 2)) score(scores, exchange.queries, page.keys);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Sight sight = query_of(0, g + 8 * half, unit, entries).entry.sight;
-    const float top = row_max(hide(scores, half, warp, sight, minus_infinity()));
-    if (t == 0) exchange.top[g + 8 * half][warp] = top;
+    if (half == 1 && !has_high(unit)) continue;
+    const int row = g + 8 * half;
+    const Sight sight = query_of(0, row, unit, entries).entry.sight;
+    scales[half] = scale * exchange.queries.unit(half);
+    const float top = row_largest(hide(scores, half, warp, sight, minus_infinity()));
+    if (t == 0) exchange.top[row][warp] = top;
   }
+}
+
+// The warp's share of the weights: those of its 16 tokens, and their masses.
+DEVICE void publish_weights(Exchange& exchange, StepScores& scores, const float (&scales)[2],
+                            const StepScales& values, bool has_high) {
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (half == 1 && !has_high) continue;
+    const int row = g + 8 * half;
+    const float base = exponent_base(page_exponent(largest_of(exchange.top[row]), scales[half]));
+    exchange.masses[row][t][warp] = weigh_half_step(scores, half, scales[half], base);
+  }
+  publish_packed(exchange, scores, values, has_high);
 }
 
 // m and l of the rows, by one warp.
 DEVICE void store_tile_sums(const Partials& partials, const Exchange& exchange, const Query (&queries)[2],
-                            const Lists& lists, int block, float scale) {
+                            const Lists& lists, int block, const float (&scales)[2]) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float(&sums)[kSteps] = exchange.sums[g + 8 * half][t];
-    float sum = 0.0f;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) sum += sums[s];
-    sum = row_sum(sum);
-    const float m = reference_of(exchange.top[g + 8 * half], scale);
-    if (queries[half].exists && t == 0) store_sums(partials, queries[half], lists, block, make_float2(m, sum));
+    const u32(&masses)[kSteps] = exchange.masses[g + 8 * half][t];
+    const float mass = mass_of_page(row_sum(masses[0] + masses[1] + masses[2] + masses[3]));
+    const float m = page_exponent(largest_of(exchange.top[g + 8 * half]), scales[half]);
+    if (queries[half].exists && t == 0) store_sums(partials, queries[half], lists, block, make_float2(m, mass));
   }
 }
 
 // o of the warp's output dims.
 DEVICE void store_outputs(const Partials& partials, const Exchange& exchange, const Query (&queries)[2],
                           const PagePieces& page, Sight any, const Lists& lists) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = threadIdx.x % 4;
-  float o[kWarpTiles][4];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  ProductSum o[kWarpTiles][4] = {};
 #pragma unroll
-  for (int n = 0; n < kWarpTiles; ++n) clear(o[n]);
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    if (!sees_half(any, s / 2)) continue;
+  for (int s = 0; s < kMixSteps; ++s) {
+    if (!sees_half(any, half_of(s))) continue;
     const uint4 weights = exchange.weights[s][lane];
 #pragma unroll
-    for (int n = 0; n < kWarpTiles; ++n) mix_step(o[n], weights, page.values[n][s / 2], s);
+    for (int n = 0; n < kWarpTiles; ++n) mix_step(o[n], weights, page.values[n][half_of(s)], s);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (!queries[half].exists) continue;
+    const WeightUnit unit = unit_of_row(exchange, g + 8 * half);
     float* dims = output_of(partials, queries[half], lists) + warp * kWarpDims + 2 * t;
 #pragma unroll
-    for (int n = 0; n < kWarpTiles; ++n)
-      *reinterpret_cast<float2*>(dims + 8 * n) = make_float2(o[n][2 * half], o[n][2 * half + 1]);
+    for (int n = 0; n < kWarpTiles; ++n) *reinterpret_cast<float2*>(dims + 8 * n) = mixed(o[n], half, unit);
   }
 }
 
@@ -263,12 +322,13 @@ DEVICE void attend(const Partials& partials, Exchange& exchange, const Unit& uni
                    const Lists& lists, const PagePieces& page, Sight any, float scale) {
   const int g = threadIdx.x % 32 / 4;
   StepScores scores = {};
-  publish_tops(exchange, scores, unit, entries, page, any);
+  float scales[2] = {};
+  publish_tops(exchange, scores, scales, unit, entries, page, any, scale);
   __syncthreads();
-  publish_weights(exchange, scores, page.value_scales, scale);
+  publish_weights(exchange, scores, scales, page.value_scales, has_high(unit));
   __syncthreads();
   const Query queries[2] = {query_of(0, g, unit, entries), query_of(0, g + 8, unit, entries)};
-  if (threadIdx.x / 32 == 0) store_tile_sums(partials, exchange, queries, lists, unit.block, scale);
+  if (threadIdx.x / 32 == 0) store_tile_sums(partials, exchange, queries, lists, unit.block, scales);
   store_outputs(partials, exchange, queries, page, any, lists);
 }
 
@@ -283,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   __shared__ Exchange exchange;
   const Lists lists = {items,        all_entries, tables + table_offset, pool,
                        table_stride, num_heads,   num_kv_heads,          max_blocks,
-                       static_cast<int>(blockIdx.y)};
+                       static_cast<int>(blockIdx.y), true};
   const Partials partials = {partial_o, partial_ml};
   if (threadIdx.x == 0) progress = {items[blockIdx.y], static_cast<int>(blockIdx.y), 0, num_items[0]};
   read_batch(batch, position, window, num_rows);
@@ -300,10 +360,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     PagePieces page;
     load_page(page, from, sight);
     wait_once(round);
-    load_queries(exchange.queries, q, unit, entries, num_heads);
     if (sight.settled_end < kPageTokens) load_unsettled(page, from, sight);
-    const int place = unit.num_entries == 1 ? place_of_newest(entries.of[0].sight) : -1;
-    if (place >= 0) share_newest(exchange, newest, entries.of[0].row, lists, from, place);
+    const int place = unit.num_entries == 1 ? place_of_newest(entries.of[0].sight) : -1, which = threadIdx.x / 32;
+    const bool has_newest = place >= 0 && which <= kValue;  // K of the row's token one warp, V another
+    NewestPart part = {};
+    if (has_newest) part = load_newest(newest, which, entries.of[0].row, lists);
+    load_queries(exchange.queries, q, unit, entries, num_heads);
+    if (has_newest) share_newest(exchange, from, part, which, place);
     cp_async_wait<0>();
     __syncthreads();
     if (place >= 0) put_newest(page, from, exchange, place);

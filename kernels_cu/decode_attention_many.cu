@@ -3,7 +3,7 @@
 //
 // Items of several rows come first.  Their unit is an item and a K/V head, by 4 warps: the page, as far as any row sees
 // it, goes to shared memory once, and each warp attends tiles of 16 queries of its own, all of the page and all output
-// dims (softmax and sums stay in its registers, where levels become halves as well).  Then, four at a time, items of
+// dims (softmax and sums stay in its registers).  Then, four at a time, items of
 // one row, one a warp (decode_alone.cuh); what the four have copies of, as rows off one prefix do of its last page, goes
 // to shared memory once, out of that page.
 //
@@ -30,13 +30,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   __shared__ Shared shared;
   const Lists lists = {items,        all_entries, tables + table_offset, pool,
                        table_stride, num_heads,   num_kv_heads,          max_blocks,
-                       spread_rank()};
+                       spread_rank(), true};
   const Partials partials = {partial_o, partial_ml};
   const Alone alone = {newest, num_items[1], num_items[0]};
   if (threadIdx.x == 0) progress = {items[lists.rank], lists.rank, 0, alone.num_shared};
   read_batch(batch, position, window, num_rows);
   __syncthreads();
   work_together(partials, shared.page, entries, progress, alone, q, lists, batch, scale);
-  work_alone(partials, shared, progress, alone, q, lists, batch, scale);
+  work_alone(partials, shared, progress.round, alone, q, lists, batch, scale);
   if (blockIdx.y == 0) dependency_wait();  // a kernel without items, too, ends after the one before it
 }

@@ -4,8 +4,10 @@
 //   items     0 ……… num_quads ……… num_shared ……… num_items
 //             quads   │   pages that rows share   │   pages of one row
 //
-// Shared memory: two pages of a K/V head as halves, 512·D bytes; of int8 one, and the levels of two, 66 KB for D = 128;
-// then as decode_attention_many.cu.  Bytes moved: as decode_attention.cu, of partials a quarter.
+// While a block's first pages come, it attends items of one row, if they are its next.
+//
+// Shared memory: two pages of a K/V head as halves, 512·D bytes, or four as levels, 68 KB for D = 128; then as
+// decode_attention_many.cu.  Bytes moved: as decode_attention.cu, of partials a quarter.
 #include "decode_quads.cuh"
 
 constexpr int kBlocksPerSm = 2;
@@ -21,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   DYNAMIC_SHARED_ALIGNED(shared);
   const Lists lists = {items,        all_entries, tables + table_offset, pool,
                        table_stride, num_heads,   num_kv_heads,          max_blocks,
-                       spread_rank()};
+                       spread_rank(), kLongQuads};
   const Partials partials = {partial_o, partial_ml};
   const Alone alone = {newest, num_items[1], num_items[0]};
   if (threadIdx.x == 0) progress = {items[lists.rank], lists.rank, 0, alone.num_shared};
@@ -29,8 +31,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   __syncthreads();
   QuadShared& of_quads = *reinterpret_cast<QuadShared*>(shared);
   Shared& of_pages = *reinterpret_cast<Shared*>(shared);
-  work_quads(partials, of_quads, entries, progress, num_items[2], alone, q, lists, batch, scale);
+  const bool next_is_done =
+      work_quads(partials, of_quads, entries, progress, num_items[2], alone, q, lists, batch, scale);
   work_together(partials, of_pages.page, entries, progress, alone, q, lists, batch, scale);
-  work_alone(partials, of_pages, progress, alone, q, lists, batch, scale);
+  work_alone(partials, of_pages, progress.round + next_is_done, alone, q, lists, batch, scale);
   if (blockIdx.y == 0) dependency_wait();  // a kernel without items, too, ends after the one before it
 }

@@ -83,7 +83,14 @@ DEVICE float row_max(float value) {
   return fmaxf(value, shuffle_xor(value, 2));
 }
 
-DEVICE float row_sum(float value) {
+// The same; NaN if any is.
+DEVICE float row_largest(float value) {
+  value = max_nan(value, shuffle_xor(value, 1));
+  return max_nan(value, shuffle_xor(value, 2));
+}
+
+template <class Sum>
+DEVICE Sum row_sum(Sum value) {
   value += shuffle_xor(value, 1);
   return value + shuffle_xor(value, 2);
 }

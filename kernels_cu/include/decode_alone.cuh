@@ -106,10 +106,30 @@ DEVICE void load_own_queries(OwnQueries& held, const u16* q, int row, int num_he
   cp_async_commit();
 }
 
+// The heads' queries, straight from memory.
+struct DirectQueries {
+  CodedRow rows[kOwnHalves];
+
+  DEVICE DirectQueries(const u16* q, int row, int num_heads) {
+    q += (row * num_heads + static_cast<int>(blockIdx.x) * kQueriesPerKv) * kHeadDim + 8 * (threadIdx.x % 4);
+#pragma unroll
+    for (int half = 0; half < kOwnHalves; ++half) {
+      const u16* head = q + min(static_cast<int>(threadIdx.x) % 32 / 4 + 8 * half, kQueriesPerKv - 1) * kHeadDim;
+      uint4 halves[kDimPieces];
+#pragma unroll
+      for (int j = 0; j < kDimPieces; ++j) halves[j] = load_piece(head + 32 * j);
+      rows[half] = coded_row(halves);
+    }
+  }
+  DEVICE QueryPieces piece(int j) const { return {rows[0].pieces[j], kOwnHalves == 2 ? rows[kOwnHalves - 1].pieces[j] : Piece{}}; }
+  DEVICE float unit(int half) const { return rows[half].unit; }
+};
+
 // The second half of the page comes first: it is what the row has of its own where it has copies, and is under way while
-// the queries and the copies come.  All warps of a block do this together.
-DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, GroupValues& group, const OwnQueries& queries,
-                      const OwnPage& page, Sight sight, float scale) {
+// the queries and the copies come, which arrive() waits for; it gives the queries.
+template <class Arrive>
+DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, GroupValues& group, Arrive arrive, const OwnPage& page,
+                      Sight sight, float scale) {
   const Sight own = page.of_own(sight), copied = page.of_copied(sight);
   StepScores scores[kSteps] = {};
   StepScales values[kSteps];
@@ -119,8 +139,7 @@ DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, GroupValues& group, cons
   for (int s = 0; s < kSteps; ++s) values[s] = load_scales(page.own.value_scales, s, sees_some(own, first_token(s / 2), 8));
   load_half_keys(keys, page.own, first, own);
   __syncwarp();  // not only after the queries have come
-  cp_async_wait<0>();
-  __syncthreads();
+  const auto tile = arrive();
 #pragma unroll
   for (int s = 0; s < kSteps; ++s)
     if (sees_some(copied, first_token(s / 2), 8)) values[s] = page.copied.value_scales(s);
@@ -130,45 +149,46 @@ DEVICE void weigh_own(PageWeights<kOwnHalves>& weights, GroupValues& group, cons
     if (j == 0 && first == 1) load_half_keys(keys, page.own, 0, own);
     read_half_keys(keys, page.copied, j, copied);
 #pragma unroll
-    for (int i = 0; i < kHalfSteps; ++i)
-      score(scores[kHalfSteps * j + i], TileQueries<kOwnHalves, kQueriesPerKv>{queries}, keys.steps[i]);
+    for (int i = 0; i < kHalfSteps; ++i) score(scores[kHalfSteps * j + i], tile, keys.steps[i]);
   }
   load_group_values(group, page, 0, sight);  // in time
   Sight sights[kOwnHalves];
-  for (Sight& of_half : sights) of_half = sight;
-  weigh_page(weights, scores, sights, values, scale);
+  float scales[kOwnHalves];
+#pragma unroll
+  for (int half = 0; half < kOwnHalves; ++half) sights[half] = sight, scales[half] = scale * tile.unit(half);
+  weigh_page(weights, scores, sights, values, scales);
 }
 
 // o of a group's dims, to dims[half] where that is not null.
 DEVICE void mix_own(float* const (&dims)[kOwnHalves], const PageWeights<kOwnHalves>& weights, const OwnPage& page,
                     GroupValues& values, int group, Sight sight) {
-  float o[kGroupTiles][4] = {};
+  ProductSum o[kGroupTiles][4] = {};
   read_group_values(values, page, group, sight);
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    if (!sees_half(sight, s / 2)) continue;
+  for (int s = 0; s < kMixSteps; ++s) {
+    if (!sees_half(sight, half_of(s))) continue;
 #pragma unroll
-    for (int n = 0; n < kGroupTiles; ++n) mix_step(o[n], weights.steps[s], values.tiles[n][s / 2], s);
+    for (int n = 0; n < kGroupTiles; ++n) mix_step(o[n], weights.steps[s], values.tiles[n][half_of(s)], s);
   }
 #pragma unroll
   for (int half = 0; half < kOwnHalves; ++half)
     if (dims[half]) {
 #pragma unroll
       for (int n = 0; n < kGroupTiles; ++n)
-        *reinterpret_cast<float2*>(dims[half] + group * kHeadDim / 2 + 8 * n) =
-            make_float2(o[n][2 * half], o[n][2 * half + 1]);
+        *reinterpret_cast<float2*>(dims[half] + group * kHeadDim / 2 + 8 * n) = mixed(o[n], half, weights.units[half]);
     }
 }
 
 // What a row sees of a page, by this warp: o, m and l of each head; nothing is stored unless the row `exists`.  Its
 // queries are under way.
-DEVICE void attend_alone(const Partials& partials, const OwnQueries& queries, const OwnPage& page, const Entry& entry,
-                         int block, bool exists, const Lists& lists, float scale) {
+template <class Arrive>
+DEVICE void attend_alone(const Partials& partials, Arrive arrive, const OwnPage& page, const Entry& entry, int block,
+                         bool exists, const Lists& lists, float scale) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   PageWeights<kOwnHalves> weights;
   float* dims[kOwnHalves];  // null: no head
   GroupValues values;
-  weigh_own(weights, values, queries, page, entry.sight, scale);
+  weigh_own(weights, values, arrive, page, entry.sight, scale);
 #pragma unroll
   for (int half = 0; half < kOwnHalves; ++half) {
     const int nth = g + 8 * half, head = static_cast<int>(blockIdx.x) * kQueriesPerKv + nth;

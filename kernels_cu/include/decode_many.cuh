@@ -34,9 +34,9 @@ typedef SharedOf<kCopies>::type Shared;
 
 // A lane's queries of a tile.
 struct HeldQueries {
-  QueryPieces pieces[kDimPieces];
+  CodedRow rows[2];
 
-  DEVICE QueryPieces piece(int j) const { return pieces[j]; }
+  DEVICE QueryPieces piece(int j) const { return {rows[0].pieces[j], rows[1].pieces[j]}; }
 };
 
 DEVICE void read_keys(StepKeys& keys, const SharedPage& page, int s) {
@@ -53,18 +53,20 @@ DEVICE void read_keys(StepKeys& keys, const SharedPage& page, int s) {
 DEVICE HeldQueries load_tile(const u16* q, const Query (&queries)[2], int num_heads) {
   const u16* lane_q = q + 8 * (threadIdx.x % 4);
   const u16* rows[2];
-  HeldQueries held;
+  uint4 halves[2][kDimPieces];
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     rows[half] = lane_q + (queries[half].entry.row * num_heads + queries[half].head) * kHeadDim;
 #pragma unroll
-  for (int j = 0; j < kDimPieces; ++j) held.pieces[j] = {load_piece(rows[0] + 32 * j), load_piece(rows[1] + 32 * j)};
-  return held;
+  for (int j = 0; j < kDimPieces; ++j)
+    halves[0][j] = load_piece(rows[0] + 32 * j), halves[1][j] = load_piece(rows[1] + 32 * j);
+  return {{coded_row(halves[0]), coded_row(halves[1])}};
 }
 
 DEVICE void weigh_tile(PageWeights<2>& weights, const HeldQueries& held, const Query (&queries)[2],
                        const SharedPage& page, Sight any, float scale) {
   const Sight sights[2] = {queries[0].entry.sight, queries[1].entry.sight};
+  const float scales[2] = {scale * held.rows[0].unit, scale * held.rows[1].unit};
   StepScores scores[kSteps] = {};
   StepScales values[kSteps];
 #pragma unroll
@@ -75,7 +77,7 @@ DEVICE void weigh_tile(PageWeights<2>& weights, const HeldQueries& held, const Q
     read_keys(keys, page, s);
     score(scores[s], held, keys);
   }
-  weigh_page(weights, scores, sights, values, scale);
+  weigh_page(weights, scores, sights, values, scales);
 }
 
 // Levels in pairs of words, as they lie: a word at a time they would meet in banks.
@@ -92,21 +94,21 @@ DEVICE void mix_group(float* const (&dims)[2], const PageWeights<2>& weights, co
   constexpr bool kReadFirst = kCopyPieces > 1;
   GroupValues values;
   if (kReadFirst) read_group_values(values, page, group);
-  float o[kGroupTiles][4] = {};
+  ProductSum o[kGroupTiles][4] = {};
 #pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    if (!sees_half(any, s / 2)) continue;
+  for (int s = 0; s < kMixSteps; ++s) {
+    const int j = half_of(s);
+    if (!sees_half(any, j)) continue;
 #pragma unroll
     for (int n = 0; n < kGroupTiles; ++n)
-      mix_step(o[n], weights.steps[s], kReadFirst ? values.tiles[n][s / 2] : value_piece(page, group, n, s / 2), s);
+      mix_step(o[n], weights.steps[s], kReadFirst ? values.tiles[n][j] : value_piece(page, group, n, j), s);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     if (dims[half]) {
 #pragma unroll
       for (int n = 0; n < kGroupTiles; ++n)
-        *reinterpret_cast<float2*>(dims[half] + 8 * (group * kGroupTiles + n)) =
-            make_float2(o[n][2 * half], o[n][2 * half + 1]);
+        *reinterpret_cast<float2*>(dims[half] + 8 * (group * kGroupTiles + n)) = mixed(o[n], half, weights.units[half]);
     }
 }
 
@@ -160,20 +162,37 @@ struct Alone {
   DEVICE int first(int index) const { return num_shared + (index - num_shared) * kWarps; }
 };
 
-// Before all else that the block does with what the kernel before wrote: its rows' newest tokens, into their pages, where
-// they are not there already.
-DEVICE void put_newest(const Alone& alone, int round, const Lists& lists, const Batch& batch) {
+// A warp's among four neighbouring items of one row; nothing that is looked up is of this step.
+struct OwnItem {
+  Unit lead, unit;  // of the first of the four, and the warp's own
+  Entry entry;
+  bool exists;
+};
+
+DEVICE OwnItem read_own_item(int first, const Alone& alone, const Lists& lists, const Batch& batch) {
+  const int item = first + static_cast<int>(threadIdx.x / 32);
+  OwnItem own;
+  own.exists = item < alone.num_items;
+  own.lead = read_unit(lists.items[first], lists);
+  own.unit = read_unit(lists.items[min(item, alone.num_items - 1)], lists);
+  own.entry = read_entry(own.unit.first_entry, own.unit, lists, batch);
+  if (!own.exists) own.entry.sight = {0, 0};
+  return own;
+}
+
+// The newest token of an item's row into its page, by the warp that will attend it.
+DEVICE void put_newest(const OwnItem& own, const Alone& alone, const Lists& lists) {
+  const int place = place_of_newest(own.entry.sight);
+  if (place >= 0) put_in_page(page_head(lists, own.unit.page), alone.newest, own.entry.row, lists, place);
+}
+
+// Those of all rounds from `round` on, before all else that the block does with what the kernel before wrote.
+DEVICE void put_newest(int round, const Alone& alone, const Lists& lists, const Batch& batch) {
   if constexpr (kCodesNewest) {
 #pragma unroll 1
-    for (int index = index_of_round(round, lists.rank); alone.first(index) < alone.num_items;
-         index = index_of_round(++round, lists.rank)) {
-      const int item = alone.first(index) + static_cast<int>(threadIdx.x / 32);
-      if (index < alone.num_shared || item >= alone.num_items) continue;
-      const Unit unit = read_unit(lists.items[item], lists);
-      const Entry entry = read_entry(unit.first_entry, unit, lists, batch);
-      const int place = place_of_newest(entry.sight);
-      if (place >= 0) put_in_page(page_head(lists, unit.page), alone.newest, entry.row, lists, place);
-    }
+    for (int index = index_of_round(round, lists); alone.first(index) < alone.num_items;
+         index = index_of_round(++round, lists))
+      if (index >= alone.num_shared) put_newest(read_own_item(alone.first(index), alone, lists, batch), alone, lists);
   }
 }
 
@@ -190,7 +209,7 @@ DEVICE void work_together(const Partials& partials, SharedPage& page, Entries& e
     const PageHead from = page_head(lists, unit.page);
     copy_page(page, from, sight.any, 0, sight.settled_end);
     wait_once(round);
-    if (round == 0) put_newest(alone, round, lists, batch);
+    if (round == 0) put_newest(1, alone, lists, batch);
     if (sight.settled_end < kPageTokens) copy_page(page, from, sight.any, sight.settled_end, kPageTokens);
     attend_together(partials, page, q, unit, entries, lists, sight.any, scale);
     __syncthreads();  // nobody still reads the page and the entries
@@ -199,25 +218,30 @@ DEVICE void work_together(const Partials& partials, SharedPage& page, Entries& e
 
 // Items of one row, from `num_shared` on.  Those of one source are neighbours: what its first warp's page is a copy of
 // goes to shared memory for all four.
-DEVICE void work_alone(const Partials& partials, Shared& shared, const Progress& progress, const Alone& alone,
-                       const u16* q, const Lists& lists, const Batch& batch, float scale) {
-  const int warp = threadIdx.x / 32, num_items = alone.num_items;
-  int round = progress.round, index = progress.index;
+DEVICE void work_alone(const Partials& partials, Shared& shared, int round, const Alone& alone, const u16* q,
+                       const Lists& lists, const Batch& batch, float scale) {
+  const int warp = threadIdx.x / 32;
 #pragma unroll 1
-  for (; alone.first(index) < num_items; index = index_of_round(++round, lists.rank)) {
-    const int first = alone.first(index), item = first + warp;
-    const Unit lead = read_unit(lists.items[first], lists);
-    const Unit unit = read_unit(lists.items[min(item, num_items - 1)], lists);
-    Entry entry = read_entry(unit.first_entry, unit, lists, batch);
-    if (item >= num_items) entry.sight = {0, 0};
+  for (int index = index_of_round(round, lists); alone.first(index) < alone.num_items;
+       index = index_of_round(++round, lists)) {
+    const OwnItem own = read_own_item(alone.first(index), alone, lists, batch);
     __syncthreads();  // nobody still reads the page
-    if (kCopies) copy_first(shared.page, page_head(lists, lead.source), lead.copied_end);
+    if (kCopies) copy_first(shared.page, page_head(lists, own.lead.source), own.lead.copied_end);
     wait_once(round);
-    if (round == 0) put_newest(alone, round, lists, batch);
+    if (round == 0) {
+      put_newest(own, alone, lists);
+      put_newest(1, alone, lists, batch);
+    }
     __syncwarp();
-    load_own_queries(shared.queries[warp], q, entry.row, lists.num_heads);
-    const int copied_end = kCopies && unit.source == lead.source ? min(unit.copied_end, lead.copied_end) : 0;
-    const OwnPage own = {shared.page, page_head(lists, unit.page), copied_end};
-    attend_alone(partials, shared.queries[warp], own, entry, unit.block, item < num_items, lists, scale);
+    load_own_queries(shared.queries[warp], q, own.entry.row, lists.num_heads);
+    const bool copied = kCopies && own.unit.source == own.lead.source;
+    const int copied_end = copied ? min(own.unit.copied_end, own.lead.copied_end) : 0;
+    const OwnPage page = {shared.page, page_head(lists, own.unit.page), copied_end};
+    const auto arrive = [&] {
+      cp_async_wait<0>();
+      __syncthreads();
+      return TileQueries<kOwnHalves, kQueriesPerKv>(shared.queries[warp]);
+    };
+    attend_alone(partials, arrive, page, own.entry, own.unit.block, own.exists, lists, scale);
   }
 }

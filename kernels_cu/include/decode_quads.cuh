@@ -1,55 +1,10 @@
-// A quad by a warpgroup: 64 queries, a tile of 16 a warp, against four pages of which they see everything, by wgmma, with
-// the bits of page_sums.cuh.  What it makes of a page is added to what it made of those before.
-//
-// A step of either product has the 16 elements that it has in mma.m16n8k16 (attention.cuh), halves of four pieces, in
-// another order, which does not show: element 32·j + 8·a + 4·i + b of a row of q, of K or of Vᵀ is the (4·a + b)th of
-// step 2·j + i.  Tokens are columns of the scores in the same order.  quad_pages.cuh has the pages so.
+// A quad by a warpgroup: 64 queries, a tile of 16 a warp, against four pages of which they see everything, by wgmma
+// (quad_pages.cuh), with the bits of page_sums.cuh.  What it makes of a page is added to what it made of those before.
 #pragma once
 
 #include "quad_pages.cuh"
 
-constexpr int kDimSteps = kHeadDim / 16;
 static_assert(sizeof(Shared) <= sizeof(QuadShared));
-
-// A lane's queries, as operands of all steps.
-typedef u32 QuadQueries[kDimSteps][4];
-
-// The first of the lane's pairs of step s, of tokens or of dims; the second is 16 elements on.
-DEVICE int element_of_lane(int s) { return 32 * (s / 2) + 4 * (s % 2) + threadIdx.x % 4 / 2 * 8 + threadIdx.x % 2 * 2; }
-
-DEVICE void load_queries(QuadQueries& held, const u16* q, const Query (&queries)[2], int num_heads) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const u16* row = q + (queries[half].entry.row * num_heads + queries[half].head) * kHeadDim;
-#pragma unroll
-    for (int s = 0; s < kDimSteps; ++s) {
-      held[s][half] = *reinterpret_cast<const u32*>(row + element_of_lane(s));
-      held[s][2 + half] = *reinterpret_cast<const u32*>(row + element_of_lane(s) + 16);
-    }
-  }
-}
-
-// Pieces of odd number summed by themselves, as `score` does.
-DEVICE void score_page(StepScores (&scores)[kSteps], const QuadQueries& queries, const unsigned char* keys,
-                       const SharedScales& scales) {
-  float even[2 * kSteps][4], odd[2 * kSteps][4];
-  const SharedMatrix matrix = swizzled_matrix(keys);
-  wgmma_fence();
-#pragma unroll
-  for (int s = 0; s < kDimSteps; ++s)
-    wgmma(s / 2 % 2 ? odd : even, queries[s], matrix + (s / 4 * kKeyBlockBytes + s % 4 * kKeyStepBytes), s >= 4 || s % 2);
-  wgmma_commit();
-  wgmma_wait<0>();
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    const StepScales of_keys = scales.key_scales(element_of_lane(s), element_of_lane(s) + 16);
-#pragma unroll
-    for (int u = 0; u < 2; ++u)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        scores[s].of[u][i] = times_scale(even[2 * s + u][i] + odd[2 * s + u][i], of_keys, u, i % 2);
-  }
-}
 
 // Of a tile, of the quad's pages so far.
 struct QuadSums {
@@ -64,32 +19,38 @@ DEVICE void begin(QuadSums& sums) {
 
 // Adds a page's, which is weighed.
 DEVICE void add_page(QuadSums& sums, const PageWeights<2>& weights, const unsigned char* values) {
-  float before[2], of_page[2];  // factors, powers of two
+  float before[2], of_page[2];  // factors of o, powers of two
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float m = weights.ml[half].x, top = fmaxf(sums.top[half], m), base = exponent_base(top);
-    before[half] = exp2_fast(sums.top[half] - base), of_page[half] = exp2_fast(m - base);
+    const float factor = exp2_fast(m - base);
+    before[half] = exp2_fast(sums.top[half] - base), of_page[half] = worth_of(factor, weights.units[half]);
     sums.top[half] = top;
-    sums.mass[half] = fmaf(of_page[half], weights.ml[half].y, before[half] * sums.mass[half]);
+    sums.mass[half] = fmaf(factor, weights.ml[half].y, before[half] * sums.mass[half]);
   }
   const SharedMatrix matrix = shared_matrix(values, kStripBytes, 128);
+  ProductSum o[2][kGroupTiles][4];
+  wgmma_fence();
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
-    float o[kGroupTiles][4];
-    wgmma_fence();
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
+    for (int s = 0; s < kMixSteps; ++s) {
       const uint4 step = weights.steps[s];
       const u32 a[4] = {step.x, step.y, step.z, step.w};
-      wgmma(o, a, matrix + (s * 2 * kStripBytes + group * kStripBytes / 2), s > 0);
+      multiply_values(o[group], a, matrix + (s * 2 * kStripBytes + group * kStripBytes / 2), s > 0);
     }
     wgmma_commit();
-    wgmma_wait<0>();
+  }
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+    if (group == 0) wgmma_wait<1>();
+    else wgmma_wait<0>();
 #pragma unroll
     for (int n = 0; n < kGroupTiles; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        sums.o[group][n][i] = fmaf(of_page[i / 2], o[n][i], before[i / 2] * sums.o[group][n][i]);
+        sums.o[group][n][i] =
+            fmaf(of_page[i / 2], static_cast<float>(o[group][n][i]), before[i / 2] * sums.o[group][n][i]);
   }
 }
 
@@ -127,7 +88,7 @@ DEVICE QuadPages read_quad(const Item& item, const Lists& lists) {
 
 // One group of copies; empty where there is no nth page.
 DEVICE void ask_for(QuadShared& shared, const QuadPages& pages, int n, const Lists& lists) {
-  if (n < kQuadPages) ask_for_page(shared, n, page_head(lists, pages.page(n)));
+  if (n < kQuadPages) ask_for_page(shared.page(n), page_head(lists, pages.page(n)));
   cp_async_commit();
 }
 
@@ -136,11 +97,9 @@ DEVICE void ask_for_first(QuadShared& shared, const QuadPages& pages, const List
   for (int n = 0; n < kQuadSlots; ++n) ask_for(shared, pages, n, lists);
 }
 
-// All queries of a unit, once its first pages are under way; `meanwhile` is done while its queries are.
-template <class Meanwhile>
+// All queries of a unit, once its first pages are under way.
 DEVICE void attend_quad(const Partials& partials, QuadShared& shared, const u16* q, const Unit& unit,
-                        const QuadPages& pages, const Entries& entries, const Lists& lists, float scale,
-                        Meanwhile meanwhile) {
+                        const QuadPages& pages, const Entries& entries, const Lists& lists, float scale) {
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const Sight whole[2] = {{0, kPageTokens}, {0, kPageTokens}};
 #pragma unroll 1
@@ -153,30 +112,56 @@ DEVICE void attend_quad(const Partials& partials, QuadShared& shared, const u16*
     QuadQueries held;
     QuadSums sums;
     load_queries(held, q, queries, lists.num_heads);
-    if (first == 0) meanwhile();
     begin(sums);
+    const float of_rows[2] = {scale * held.unit(0), scale * held.unit(1)};
 #pragma unroll 1
     for (int n = 0; n < kQuadPages; ++n) {
-      begin_page(shared, n, [&](int next) { ask_for(shared, pages, next, lists); });
-      const HalvesOfPage& page = shared.page(n);
-      const auto& scales = shared.scales();
+      begin_page(n, [&](int next) { ask_for(shared, pages, next, lists); });
+      const QuadPage& page = shared.page(n);
       StepScores scores[kSteps];
       StepScales of_values[kSteps];
       PageWeights<2> weights;
-      score_page(scores, held, page.keys, scales);
+      score_page(scores, held, page);
 #pragma unroll
-      for (int s = 0; s < kSteps; ++s) of_values[s] = scales.value_scales(element_of_lane(s), element_of_lane(s) + 16);
-      weigh_page(weights, scores, whole, of_values, scale);
+      for (int s = 0; s < kSteps; ++s)
+        of_values[s] = page.value_scales(token_of_lane(s), token_of_lane(s) + kSecondPair);
+      weigh_page(weights, scores, whole, of_values, of_rows);
       add_page(sums, weights, page.values);
     }
     store(partials, sums, queries, unit.block + kQuadPages - 1, lists);
   }
 }
 
-// Quads: the first num_quads items.
-DEVICE void work_quads(const Partials& partials, QuadShared& shared, Entries& entries, Progress& progress,
-                       int num_quads, const Alone& alone, const u16* q, const Lists& lists, const Batch& batch,
-                       float scale) {
+// Where quads are of halves, a block with one of them had better get the least of what follows; where of levels, it has
+// the time for items of one row.
+constexpr bool kLongQuads = sizeof(Stored) > 1;
+
+// Items of one row while the quad of a round is under way, if they are the block's next and nothing of their pages is in
+// shared memory.  Whether they are done.
+DEVICE bool attend_meanwhile(const Partials& partials, Shared& shared, int round, const Alone& alone, const u16* q,
+                             const Lists& lists, const Batch& batch, float scale) {
+  const int index = index_of_round(round + 1, lists), first = alone.first(index);
+  const bool comes_next = index >= alone.num_shared && first < alone.num_items;
+  OwnItem own = {};
+  if (comes_next) own = read_own_item(first, alone, lists, batch);
+  wait_once(round);
+  if (round == 0) {
+    if (comes_next) put_newest(own, alone, lists);
+    put_newest(2, alone, lists, batch);
+  }
+  if (!comes_next || own.lead.copied_end > 0) return false;
+  __syncwarp();
+  const OwnPage page = {shared.page, page_head(lists, own.unit.page), 0};
+  const auto arrive = [&] { return DirectQueries(q, own.entry.row, lists.num_heads); };
+  attend_alone(partials, arrive, page, own.entry, own.unit.block, own.exists, lists, scale);
+  return true;
+}
+
+// Quads: the first num_quads items.  Whether the block's next items, of one row, are done.
+DEVICE bool work_quads(const Partials& partials, QuadShared& shared, Entries& entries, Progress& progress, int num_quads,
+                       const Alone& alone, const u16* q, const Lists& lists, const Batch& batch, float scale) {
+  Shared& of_pages = reinterpret_cast<Shared&>(shared);
+  bool next_is_done = false;
   while (progress.index < num_quads) {
     const Unit unit = read_unit(progress.item, lists);
     const QuadPages pages = read_quad(progress.item, lists);
@@ -185,10 +170,9 @@ DEVICE void work_quads(const Partials& partials, QuadShared& shared, Entries& en
     __syncthreads();  // and all know which item this is
     if (threadIdx.x == kThreads - 1) advance(progress, lists);
     ask_for_first(shared, pages, lists);
-    wait_once(round);
-    attend_quad(partials, shared, q, unit, pages, entries, lists, scale, [&] {
-      if (round == 0) put_newest(alone, round, lists, batch);
-    });
+    next_is_done = attend_meanwhile(partials, of_pages, round, alone, q, lists, batch, scale);
+    attend_quad(partials, shared, q, unit, pages, entries, lists, scale);
     __syncthreads();  // nobody still reads the pages and the entries
   }
+  return next_is_done;
 }

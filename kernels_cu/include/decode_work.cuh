@@ -1,6 +1,6 @@
 // decode_attention's work list: which page a block attends next, for which rows, and what they see of it.
 //
-// A unit is an item and a K/V head (blockIdx.x); the blocks along y go over the items, each round the other way, so
+// A unit is an item and a K/V head (blockIdx.x); the blocks along y go over the items, mostly each round the other way, so
 // that a block with an item of many rows gets the least of what follows.  An item is a page or a quad.  The layouts of
 // items, entries and tables are in decode_attention.cu.
 #pragma once
@@ -27,6 +27,7 @@ struct Lists {
   const Stored* pool;
   int table_stride, num_heads, num_kv_heads, max_blocks;
   int rank;  // of the block among those along y: which takes which items
+  bool turns;  // each round goes the other way
 };
 
 // The rows, in shared memory.
@@ -79,13 +80,13 @@ DEVICE void read_batch(Batch& batch, const i32* position, const i32* window, int
   }
 }
 
-DEVICE int index_of_round(int round, int rank) {
+DEVICE int index_of_round(int round, const Lists& lists) {
   const int n = gridDim.y;
-  return round * n + (round % 2 ? n - 1 - rank : rank);
+  return round * n + (lists.turns && round % 2 ? n - 1 - lists.rank : lists.rank);
 }
 
 DEVICE void advance(Progress& progress, const Lists& lists) {
-  progress.index = index_of_round(++progress.round, lists.rank);
+  progress.index = index_of_round(++progress.round, lists);
   if (progress.index < progress.num_items) progress.item = lists.items[progress.index];
 }
 

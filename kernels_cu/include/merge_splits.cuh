@@ -1,12 +1,12 @@
 // Merging the splits of a row and head: a = Σ f_s·o_s / Σ f_s·l_s,  f_s = 2^(m_s − max m): those of a quad in ascending
 // order, then quads in theirs.
 //
-// A split is a page, or a quad whose pages are added up already; l is negative where one ends its quad.  A split of which
+// Of o, levels of weights are still to be taken off (page_products.cuh).  A split is a page, or a quad whose pages are added up already; l is negative where one ends its quad.  A split of which
 // nothing is seen has m = −inf, o = 0 and l = 0: it changes no bit.  One warp merges 64 output dims, two a lane; the
 // partials of up to 32 splits are under way at once, and lane i computes the factor of split i.
 #pragma once
 
-#include "attention.cuh"
+#include "page_products.cuh"
 
 constexpr int kMergeDims = 64;
 constexpr int kMergeSplits = 32;
@@ -90,6 +90,6 @@ DEVICE void merge_splits(u16* a, const float* o, const float2* ml, SplitFactors&
     add_parts(total, quad, parts, factors, exponent_base(top), num_splits - first);
   }
   add(total, quad);
-  const float inverse = total.mass > 0.0f ? 1.0f / total.mass : 0.0f;
+  const float inverse = total.mass > 0.0f ? 1.0f / (total.mass * kWeightsOne) : 0.0f;
   reinterpret_cast<u32*>(a + first_dim)[lane] = pack_half2(total.o.x * inverse, total.o.y * inverse);
 }

@@ -3,14 +3,15 @@
 //   fp16       halves
 //   TL_INT8    levels −127 … 127, and a scale in fp16 for each (token, head): value = level · scale
 //
-// Products take levels, which are exact in fp16.  A token's scales multiply in fp32: that of K its column of scores,
-// that of V its column of weights before these are rounded to fp16:
+// Decoded tokens multiply levels by levels (page_products.cuh).  Prompt tokens multiply halves by levels, which are exact
+// in fp16.  A token's scales multiply in fp32: that of K its column of scores, that of V its column of weights before
+// these are rounded to fp16:
 //
 //   score = (Σ q·level) · K scale        mix: fp16(w · V scale) · level        sum: w
 //
-// V scales are small, and fp16 is coarse below 2^-14.  So weights are taken relative to an exponent 6 below the largest
-// one: they reach 64, a power of two that is the same for every page, and cancels where o is divided by the sum.  The
-// largest scale is 65504/127, so fp16 holds each product.
+// V scales are small, and fp16 is coarse below 2^-14.  So these weights are taken relative to an exponent 6 below the
+// largest one: they reach 64, a power of two that is the same for every page, and cancels where o is divided by the sum.
+// The largest scale is 65504/127, so fp16 holds each product.
 //
 // In fp16 nothing has a scale: structs are empty, functions give back what they got.
 //
@@ -37,7 +38,7 @@ constexpr int kScalePieces = kPageTokens / 8;  // of a head in a page, 16 bytes 
 typedef signed char Stored;
 typedef uint2 Piece;                      // 8 levels
 constexpr int kScaleBytes = sizeof(u16);  // of K, and of V, of a token and head
-constexpr float kWeightBits = 6.0f;       // a weight's largest exponent of 2
+constexpr float kWeightBits = 6.0f;       // a prompt's weight's largest exponent of 2
 
 // Of a lane's columns 2t and 2t + 1 of the two tiles of a step (attention.cuh): two scales a tile.
 struct StepScales {
@@ -98,10 +99,12 @@ struct SharedScales {
   }
 };
 
-// A value of column 2t + i of tile u.
-DEVICE float times_scale(float value, const StepScales& scales, int u, int i) {
-  return value * half_to_float(static_cast<u16>(scales.of[u] >> 16 * i));
+// Of column 2t + i of tile u.
+DEVICE float scale_of(const StepScales& scales, int u, int i) {
+  return half_to_float(static_cast<u16>(scales.of[u] >> 16 * i));
 }
+
+DEVICE float times_scale(float value, const StepScales& scales, int u, int i) { return value * scale_of(scales, u, i); }
 
 #else
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tinyloop_service.kernels.references.decode_attention import read_page
+from tinyloop_service.kernels.references.decode_attention import query_levels, read_page
 from tinyloop_service.kernels.references.page_views import Int8Page, int8_page, page_views
 
 Array = NDArray[Any]
@@ -141,15 +141,45 @@ class Sequences:
         all.  What fp32 adds is smaller by far; 2^-18 covers the exponents' and exp2's.  In int8 64·w·(scale of V)
         is rounded, which below 2^-14 is off by up to 2^-25: 2^-31 of w·scale, times 64 levels of at most 127.
         """
-        keys, values = (np.repeat(x, self.heads // self.kv_heads, axis=0) for x in self.whole(slot))
-        at = np.arange(self.lengths[slot])
-        seen = (at <= position) & ((at > position - window) if window else True)
-        scores = np.einsum("hd,hpd->hp", q.reshape(self.heads, -1).astype(np.float64), keys) / np.sqrt(self.head_dim)
-        scores[:, ~seen] = -np.inf
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        scores, values, seen = self._scores(q.astype(np.float64), slot, position, window)
+        weights = np.exp2(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         result = np.einsum("hp,hpd->hd", weights, values)
         spread = np.einsum("hp,hpd->hd", weights, np.abs(values))
         least = 2**-31 * PAGE * 127 if self.int8 else 2**-20 * np.abs(values[:, seen]).max()
         tolerance = (2**-11 + 2**-18) * (spread + np.abs(result)) + least
         return result.ravel(), tolerance.ravel()
+
+    def exact_of_levels(self, q: Array, slot: int, position: int, window: int) -> tuple[Array, Array]:
+        """As `exact`, of int8 pages and a token that is decoded: q are levels, and so are the weights of a page.
+
+        Each weight, scale of V included, is off by up to half of what a level of its page is worth, times levels of V.
+        What fp32 adds is smaller by far: 2^-16 of Σ w·|V| covers scores of a hundred powers of two.
+        """
+        levels, unit = query_levels(q.reshape(self.heads, -1).astype(np.float32))
+        scores, values, seen = self._scores((levels.astype(np.float64) * unit).ravel(), slot, position, window)
+        weights = np.exp2(scores - scores.max(axis=1, keepdims=True))
+        mass = weights.sum(axis=1, keepdims=True)
+        result = np.einsum("hp,hpd->hd", weights, values) / mass
+        tolerance = 2**-16 * np.einsum("hp,hpd->hd", weights, np.abs(values)) / mass + 2**-10 * np.abs(result) + 2**-24
+        for block in range(-(-self.lengths[slot] // PAGE)):
+            page = slice(block * PAGE, min((block + 1) * PAGE, self.lengths[slot]))
+            if not seen[page].any():
+                continue
+            stored = int8_page(self.pool[self.tables[slot, LAYER, block]], self.kv_heads)
+            of_page = seen[page].nonzero()[0]
+            value_levels = np.abs(stored.values[:, :, of_page].astype(np.float64)).sum(axis=2)  # (G, D)
+            value_scales = np.repeat(stored.value_scales.astype(np.float64), self.heads // self.kv_heads, axis=0)
+            largest = (weights[:, page][:, of_page] * value_scales[:, of_page]).max(axis=1)  # (H,)
+            value_levels = np.repeat(value_levels, self.heads // self.kv_heads, axis=0)
+            tolerance += 0.501 * (2 * largest / 255)[:, None] * value_levels / mass
+        return result.ravel(), tolerance.ravel()
+
+    def _scores(self, q: Array, slot: int, position: int, window: int) -> tuple[Array, Array, Array]:
+        """q [H·D] → exponents of 2 [H, length], −inf where not seen; V [H, length, D]; whether a token is seen."""
+        keys, values = (np.repeat(x, self.heads // self.kv_heads, axis=0) for x in self.whole(slot))
+        at = np.arange(self.lengths[slot])
+        seen = (at <= position) & ((at > position - window) if window else True)
+        scores = np.einsum("hd,hpd->hp", q.reshape(self.heads, -1), keys) * np.log2(np.e) / np.sqrt(self.head_dim)
+        scores[:, ~seen] = -np.inf
+        return scores, values, seen

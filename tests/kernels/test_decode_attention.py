@@ -141,7 +141,8 @@ def launch(
 
 def check(sequences: Sequences, rows: Sequence[Row], q: Array, a: Array) -> None:
     for row, its in enumerate(rows):
-        expected, tolerance = sequences.exact(q[row], its.slot, its.position, its.window)
+        exact = sequences.exact_of_levels if sequences.int8 else sequences.exact
+        expected, tolerance = exact(q[row], its.slot, its.position, its.window)
         excess = np.abs(a[row].astype(np.float64) - expected) - tolerance
         assert excess.max() <= 0, f"{its} is off by {excess.max():.2e} more than rounding explains"
 
@@ -371,6 +372,23 @@ def test_newest_tokens_are_coded_as_the_engine_codes(device: Device, head_dim: i
                 continue
             stored = encode(CacheMode.INT8, x)
             assert np.array_equal(scales, stored["scales"][:, 0]) and np.array_equal(levels, stored["levels"])
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("where", ["q", "key_scales", "value_scales"])
+def test_what_is_not_finite_shows_in_int8(device: Device, where: str, many: bool) -> None:
+    """Rounding to levels loses no NaN: the engine looks for them in what it samples from."""
+    sequences = Sequences([150, 129], 2, 1, 64, shared=1, int8=True)
+    rows, q = [Row(0, 149), Row(1, 128)], sequences.queries(2)
+    before = run(device, sequences, rows, q, many=many)
+    if where == "q":
+        q[1, 64 + 5] = np.nan
+    else:
+        page = int8_page(sequences.pool[sequences.tables[1, LAYER, 1]], 1)
+        getattr(page, where)[0, 30] = np.nan
+    a = run(device, sequences, rows, q, many=many)
+    assert np.array_equal(a[0], before[0]) and np.isnan(a[1, 64:]).all()
+    assert np.isnan(a[1]).all() == (where != "q")
 
 
 def test_padding_rows_are_left_alone(device: Device) -> None:

@@ -135,10 +135,9 @@ def takes_quads(device: Device, rows: int, items: int, heads: int, num_kv_heads:
 
 def _quad_bytes(head_dim: int, int8: bool) -> int:
     """Of shared memory: QuadShared of quad_pages.cuh."""
-    levels = PAGE_TOKENS * head_dim
-    if int8:  # halves and scales of a page, levels and scales of two
-        return 4 * levels + 2 * (2 * levels + PAGE_TOKENS // 8 * 64) + 3 * 4 * PAGE_TOKENS
-    return 8 * levels
+    if not int8:  # K and V of two pages
+        return 2 * 4 * PAGE_TOKENS * head_dim
+    return 4 * (1024 + PAGE_TOKENS * (128 + head_dim))  # scales, rows of K, V
 
 
 def _is_many(rows: int, heads: int, num_kv_heads: int) -> bool:

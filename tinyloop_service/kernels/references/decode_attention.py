@@ -38,6 +38,7 @@ def decode_attention(
 ) -> None:
     """Writes `a`, the partials on the way there, and in int8 the rows' tokens to their pages."""
     heads, head_dim = partial_o.shape[1], partial_o.shape[3]
+    one = 1 if newest is None else 255  # what o is times
     queries = q.reshape(len(q), num_kv_heads, heads // num_kv_heads, head_dim).astype(np.float32)
     for nth, (slot, block, first, count, *_) in enumerate(items[: int(num_items[0])].tolist()):
         blocks = range(block, block + (QUAD_PAGES if nth < num_items[2] else 1))
@@ -56,18 +57,22 @@ def decode_attention(
             ends_quad = blocks[-1] % QUAD_PAGES == QUAD_PAGES - 1
             partial_ml[row, :, ordinal, 0], partial_ml[row, :, ordinal, 1] = m, -mass if ends_quad else mass
     for row in np.flatnonzero(row_items):
-        a[row] = merge(partial_o[row, :, : row_items[row]], partial_ml[row, :, : row_items[row]]).ravel()
+        a[row] = merge(partial_o[row, :, : row_items[row]], partial_ml[row, :, : row_items[row]], one).ravel()
 
 
 class Page(NamedTuple):
     """What is multiplied of a page, float32: K [G, 64, D] and transposed V [G, D, 64], halves or levels; the scales of
-    both [G, 1, 64], 1 for halves; the largest power of 2 of a weight."""
+    both [G, 1, 64], 1 for halves; of levels, the largest power of 2 of a prompt's weight."""
 
     keys: Array
     values: Array
     key_scales: Array
     value_scales: Array
     weight_bits: int
+
+    @property
+    def has_levels(self) -> bool:
+        return self.weight_bits > 0
 
 
 def read_page(page: Array, num_kv_heads: int) -> Page:
@@ -82,16 +87,37 @@ def read_page(page: Array, num_kv_heads: int) -> Page:
     return Page(halves.keys.astype(np.float32), halves.values.astype(np.float32), ones, ones, 0)
 
 
+def query_levels(q: Array) -> tuple[Array, Array]:
+    """q [..., D], of halves → levels -127..127 [..., D] and what one is worth [..., 1], float32."""
+    largest = np.maximum(np.abs(q).max(axis=-1, keepdims=True), np.float32(2**-8))
+    factor = (np.float32(127) * (np.float32(1) / largest)).astype(np.float16).astype(np.float32)
+    return np.rint(q * factor), np.float32(1) / factor
+
+
+def weight_levels(weights: Array) -> tuple[Array, Array]:
+    """weights [..., 64], with scales of V in them → levels 0..255 [..., 64] and what 255 are worth [..., 1], a power of
+    two."""
+    exponents = np.frexp(np.maximum(weights.max(axis=-1, keepdims=True), np.float32(2**-30)))[1]
+    unit = np.ldexp(np.float32(1), exponents)
+    return np.rint(weights.astype(np.float64) * (255 / unit)).astype(np.float32), unit
+
+
 def attend_page(q: Array, page: Page, hidden: Array) -> Sums:
-    """q [G, H/G, D] against a page: o [H, D], m and l [H]."""
-    scale = np.float32(math.log2(math.e) / math.sqrt(q.shape[-1]))
+    """q [G, H/G, D] against a page: o [H, D], of levels 255 times what it is, m and l [H]."""
+    scale: Array = np.full((1, 1, 1), math.log2(math.e) / math.sqrt(q.shape[-1]), np.float32)
+    if page.has_levels:
+        q, unit = query_levels(q)
+        scale = scale * unit
     scores = q @ page.keys.transpose(0, 2, 1) * page.key_scales  # (G, H/G, 64)
     scores[..., hidden] = -np.inf
-    m = np.ceil(scores.max(axis=-1) * scale) - np.float32(page.weight_bits)
-    weights = np.exp2(scores * scale - _base(m)[..., None])
-    unit = np.float32(2.0 ** (page.weight_bits - 18))  # of what a weight counts for: sums are exact
-    masses = np.rint(weights / unit) * unit
-    o = (weights * page.value_scales).astype(np.float16).astype(np.float32) @ page.values.transpose(0, 2, 1)
+    m = np.ceil(scores.max(axis=-1, keepdims=True) * scale)
+    weights = np.exp2(scores * scale - _base(m))
+    masses = np.rint(weights * np.float32(2**18)) * np.float32(2**-18)  # sums are exact
+    if page.has_levels:
+        levels, worth = weight_levels(np.where(hidden, np.float32(0), weights * page.value_scales))
+        o = levels @ page.values.transpose(0, 2, 1) * worth
+    else:
+        o = weights.astype(np.float16).astype(np.float32) @ page.values.transpose(0, 2, 1)
     return o.reshape(-1, q.shape[-1]), m.ravel(), masses.sum(axis=-1).ravel()
 
 
@@ -107,8 +133,9 @@ def fold(sums: Sums, o: Array, m: Array, mass: Array) -> Sums:
     return before[:, None] * sums[0] + after[:, None] * o, top, before * sums[2] + after * mass
 
 
-def merge(o: Array, ml: Array) -> Array:
-    """o [H, splits, D], (m, l) [H, splits, 2], l negative at the end of a quad → [H, D], splits in ascending order."""
+def merge(o: Array, ml: Array, one: int) -> Array:
+    """o [H, splits, D], (m, l) [H, splits, 2], l negative at the end of a quad → [H, D], splits in ascending order; o
+    counts by `one`."""
     heads, splits, head_dim = o.shape
     base = _base(ml[..., 0].max(axis=-1))
     numerator, denominator = np.zeros((heads, head_dim), np.float32), np.zeros(heads, np.float32)
@@ -120,7 +147,7 @@ def merge(o: Array, ml: Array) -> Array:
             numerator += factor[:, None] * quad[0]
             denominator += factor * quad[2]
             quad = begin_sums(heads, head_dim)
-    return (numerator / denominator[:, None]).astype(np.float16)
+    return (numerator / (denominator * np.float32(one))[:, None]).astype(np.float16)
 
 
 def _base(top: Array) -> Array:
