@@ -143,15 +143,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                const float* cos, const float* sin, u16* q, int num_heads, int num_kv_heads, int log2_head_tiles,
                int interleaved) {
   DYNAMIC_SHARED(shared);
-  const RowBlock block = row_block(rows, kRowTiles * 8);
-  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
-                     num_inputs, keep != 0};
+  const Product p = product_of_block(weights, scales, x, rows, num_tiles, num_inputs, keep, kRowTiles * 8);
   const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected,
                             eps, p);
   const Heads heads = {num_heads, num_kv_heads, log2_head_tiles, interleaved != 0, q};
   const Pages pages = {position, row_slot, tables, layer, max_layers, max_blocks, pool};
-  StoreHeads epilogue = {pages_from(pages, heads, block.first),
-                         heads_from(heads, block.first),
+  StoreHeads epilogue = {pages_from(pages, heads, p.first_row),
+                         heads_from(heads, p.first_row),
                          cos,
                          sin,
                          p.rows,
@@ -169,12 +167,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                    const u16* post_gain, const u16* loop_gain, const u16* gain, int inject, float* injected, float eps,
                    u16* h) {
   DYNAMIC_SHARED(shared);
-  const RowBlock block = row_block(rows, kRowTiles * 8);
-  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
-                     num_inputs, keep != 0};
+  const Product p = product_of_block(weights, scales, x, rows, num_tiles, num_inputs, keep, kRowTiles * 8);
   const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected,
                             eps, p);
-  matmul(p, fold, shared, StoreChannels{{}, from_row(h, block.first, num_tiles * 8), num_tiles * 8});
+  matmul(p, fold, shared, StoreChannels{{}, from_row(h, p.first_row, num_tiles * 8), num_tiles * 8});
 }
 #endif
 
@@ -184,11 +180,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     linear_partials(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
                     int keep, float* partials) {
   DYNAMIC_SHARED(shared);
-  const RowBlock block = row_block(rows, kRowTiles * 8);
-  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
-                     num_inputs, keep != 0};
+  const Product p = product_of_block(weights, scales, x, rows, num_tiles, num_inputs, keep, kRowTiles * 8);
   const int width = num_tiles * kTileRows;
-  matmul(p, {}, shared, StoreSums{{}, from_row(partials, blockIdx.y * rows + block.first, width), width});
+  matmul(p, {}, shared, StoreSums{{}, from_row(partials, blockIdx.y * rows + p.first_row, width), width});
 }
 #endif
 
@@ -200,12 +194,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   const u16* post_gain, const u16* loop_gain, const u16* gain, int inject, float* injected, float eps,
                   float* logits) {
   DYNAMIC_SHARED(shared);
-  const RowBlock block = row_block(rows, kRowTiles * 8);
-  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
-                     num_inputs, keep != 0};
+  const Product p = product_of_block(weights, scales, x, rows, num_tiles, num_inputs, keep, kRowTiles * 8);
   const Fold fold = fold_of(stream, stream_out, partials, num_partials, post_gain, loop_gain, gain, inject, injected,
                             eps, p);
   const int width = num_tiles * kTileRows;
-  matmul(p, fold, shared, StoreSums{{}, from_row(logits, block.first, width), width});
+  matmul(p, fold, shared, StoreSums{{}, from_row(logits, p.first_row, width), width});
 }
 #endif

@@ -121,13 +121,11 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
                u16* pool, const float* cos, const float* sin, u16* q, int num_heads, int num_kv_heads,
                int log2_head_tiles, int interleaved) {
   DYNAMIC_SHARED(shared);
-  const RowBlock block = row_block(rows, kRowTiles * 8);
-  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
-                     num_inputs, keep != 0};
+  const Product p = product_of_block(weights, scales, x, rows, num_tiles, num_inputs, keep, kRowTiles * 8);
   const Heads heads = {num_heads, num_kv_heads, log2_head_tiles, interleaved != 0, q};
   const Pages pages = {position, row_slot, tables, layer, max_layers, max_blocks, pool};
-  StoreHeads epilogue = {pages_from(pages, heads, block.first),
-                         heads_from(heads, block.first),
+  StoreHeads epilogue = {pages_from(pages, heads, p.first_row),
+                         heads_from(heads, p.first_row),
                          cos,
                          sin,
                          p.rows,
@@ -159,10 +157,8 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
     linear_gate_up(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
                    int keep, u16* h) {
   DYNAMIC_SHARED(shared);
-  const RowBlock block = row_block(rows, kRowTiles * 8);
-  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
-                     num_inputs, keep != 0};
-  u16* h_rows = from_row(h, block.first, num_tiles * 8);
+  const Product p = product_of_block(weights, scales, x, rows, num_tiles, num_inputs, keep, kRowTiles * 8);
+  u16* h_rows = from_row(h, p.first_row, num_tiles * 8);
 #if TL_H_COLUMNS
   StoreColumns epilogue = {reinterpret_cast<u32*>(h_rows)};
 #else
@@ -178,11 +174,9 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
     linear_partials(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
                     int keep, float* partials) {
   DYNAMIC_SHARED(shared);
-  const RowBlock block = row_block(rows, kRowTiles * 8);
-  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
-                     num_inputs, keep != 0};
+  const Product p = product_of_block(weights, scales, x, rows, num_tiles, num_inputs, keep, kRowTiles * 8);
   const int width = num_tiles * kTileRows, partial = blockIdx.y / kCluster;
-  EachRow<StoreSums> epilogue = {{{}, from_row(partials, partial * rows + block.first, width), width}, p.rows};
+  EachRow<StoreSums> epilogue = {{{}, from_row(partials, partial * rows + p.first_row, width), width}, p.rows};
   multiply_wide(p, shared, epilogue);
 }
 #endif
@@ -193,11 +187,9 @@ extern "C" __global__ void CLUSTER_ALONG_Y(kCluster) __launch_bounds__(kThreads,
     linear_logits(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles, int num_inputs,
                   int keep, float* logits) {
   DYNAMIC_SHARED(shared);
-  const RowBlock block = row_block(rows, kRowTiles * 8);
-  const Product p = {weights,   scales,     from_row(x, block.first, num_inputs), block.rows, num_tiles,
-                     num_inputs, keep != 0};
+  const Product p = product_of_block(weights, scales, x, rows, num_tiles, num_inputs, keep, kRowTiles * 8);
   const int width = num_tiles * kTileRows;
-  EachRow<StoreSums> epilogue = {{{}, from_row(logits, block.first, width), width}, p.rows};
+  EachRow<StoreSums> epilogue = {{{}, from_row(logits, p.first_row, width), width}, p.rows};
   multiply_wide(p, shared, epilogue);
 }
 #endif

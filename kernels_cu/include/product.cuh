@@ -9,23 +9,23 @@ struct Product {
   int rows;              // of this thread block
   int num_tiles;
   int num_inputs;
-  bool keep;  // weights stay in L2
+  bool keep;      // weights stay in L2
+  int first_row;  // of the batch, that is the block's first
 };
-
-// Rows of the batch are shared out among the blocks along z, `most` to each of them.  The last may begin among those of
-// the block in front, whose bits it makes as well: so all are alike.
-struct RowBlock {
-  int first, rows;
-};
-
-DEVICE RowBlock row_block(int rows, int most) {
-  return {max(0, min(static_cast<int>(blockIdx.z) * most, rows - most)), min(rows, most)};
-}
 
 // Where row `first` begins.
 template <class T>
 DEVICE T* from_row(T* array, int first, int width) {
   return array + static_cast<long long>(first) * width;
+}
+
+// A thread block's, of x half [rows][num_inputs].  Rows are shared out among the blocks along z, `most` to each of them.
+// The last may begin among those of the block in front, whose bits it makes as well: so all are alike.
+DEVICE Product product_of_block(const uint4* weights, const u32* scales, const u16* x, int rows, int num_tiles,
+                                int num_inputs, int keep, int most) {
+  const int first = max(0, min(static_cast<int>(blockIdx.z) * most, rows - most));
+  const u16* block_x = from_row(x, first, num_inputs);
+  return {weights, scales, block_x, min(rows, most), num_tiles, num_inputs, keep != 0, first};
 }
 
 // Parts of K: begin(p) … begin(p+1), in units.
