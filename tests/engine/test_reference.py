@@ -250,6 +250,19 @@ def test_modes_change_little_and_decode_like_prefill(name: str, mode: CacheMode,
     assert 1e-5 < lost < 0.5, "nothing was rounded, or more than any rounding explains"
 
 
+@pytest.mark.parametrize("name", ["pre", "everything"])
+def test_attention_in_int8_changes_little_and_decodes_like_prefill(name: str) -> None:
+    """A q or a weight that falls to the next level moves logits no more than a K or V that does."""
+    stored = reference(SPECS[name], cache_mode=CacheMode.INT8)
+    model = replace(stored, attention="int8")
+    whole, stepwise = model.forward(TOKENS, model.new_cache(2)), model.new_cache(2)
+    steps = np.concatenate([model.forward([token], stepwise) for token in TOKENS])
+    np.testing.assert_allclose(steps, whole, rtol=0, atol=2e-2)
+    logits = stored.forward(TOKENS, stored.new_cache(2))
+    lost = np.sqrt(np.mean((whole - logits) ** 2) / np.mean(logits**2))
+    assert 1e-4 < lost < 2e-2, "nothing was rounded, or more than levels explain"
+
+
 def test_int8_rounding() -> None:
     x = np.array([[127.0, 0.4, 0.6, -127.0, 0, 0, 0, 0, 1.0, 0.5, 0, -0.25]])
     rounded = round_to_int8(x, 4)

@@ -1,13 +1,15 @@
 """The model in plain NumPy: the oracle that engines are tested against, and the place to read what a looped model does.
 
 In: `ModelWeights`, token ids, a `Cache`.  Out: logits, and K/V appended to the cache.  Any spec, any number of loops,
-prefill and decode through the same code, float32 or float64.  Two roundings of real engines can be switched on, so that
-they can be compared tightly:
+prefill and decode through the same code, float32 or float64.  Three roundings of real engines can be switched on, so
+that they can be compared tightly:
 
     cache_mode           every K and V that is read is the one obtained from what this mode stores (`cache_modes.py`):
                          from K and V, or from the block's input h, then in fp16; queries and residuals come
                          from the exact input
     activations="int8"   before an INT4 linear, each group of inputs is rounded to 255 levels of its largest magnitude
+    attention="int8"     q and the weights of attention are levels, as a GPU multiplies them with those of K and V for
+                         tokens that are decoded (`int8_attention.py`); K and V are int8's, of cache_mode or given
 
 Refuses to know about pages, batches, threads and speed: one sequence, a whole score matrix, weights as dense arrays.
 Shapes: T new tokens, P positions in the cache (the new ones included), H heads, G K/V heads, D head_dim.
@@ -22,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tinyloop_service.engine import int8_attention
 from tinyloop_service.engine.cache_modes import H_MODES, decode, encode
 from tinyloop_service.engine.noise import uniform
 from tinyloop_service.engine.rope import angles, turn
@@ -68,6 +71,7 @@ class Reference:
     dtype: type[np.float32] | type[np.float64] = np.float32
     cache_mode: Literal["exact"] | CacheMode = "exact"
     activations: Literal["exact", "int8"] = "exact"
+    attention: Literal["exact", "int8"] = "exact"
     _dense_weights: dict[int, Array] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -108,9 +112,8 @@ class Reference:
         keys, values = cache.append(layer, *self._keys_and_values(block, x, y, positions))  # (G, P, D)
         repeat = spec.n_heads // spec.n_kv_heads  # query heads h·repeat … share K/V head h
         keys, values = np.repeat(keys, repeat, axis=0), np.repeat(values, repeat, axis=0)  # (H, P, D)
-        scores = q @ keys.transpose(0, 2, 1) * self.dtype(spec.head_dim**-0.5)  # (H, T, P)
-        scores = np.where(visible(positions, keys.shape[1], cache.window), scores, -np.inf)
-        mixed = softmax(scores) @ values  # (H, T, D)
+        attend = int8_attention.attend if self.attention == "int8" else attend_exactly
+        mixed = attend(q, keys, values, visible(positions, keys.shape[1], cache.window))  # (H, T, D)
         return self._linear(mixed.transpose(1, 0, 2).reshape(len(positions), -1), block.o)
 
     def _keys_and_values(self, block: BlockWeights, x: Array, y: Array, positions: Array) -> tuple[Array, Array]:
@@ -204,6 +207,13 @@ def silu(x: Array) -> Array:
     with np.errstate(over="ignore"):
         result: Array = x / (1 + np.exp(-x))
     return result
+
+
+def attend_exactly(q: Array, keys: Array, values: Array, visible: NDArray[np.bool_]) -> Array:
+    """q (H, T, D) over keys and values (H, P, D), of which query t reads those that are visible[t] → (H, T, D)."""
+    scores = q @ keys.transpose(0, 2, 1) * q.dtype.type(q.shape[-1] ** -0.5)  # (H, T, P)
+    mixed: Array = softmax(np.where(visible, scores, -np.inf)) @ values
+    return mixed
 
 
 def softmax(scores: Array) -> Array:
