@@ -6,6 +6,7 @@ import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tinyloop_service.engine.spec import ModelSpec
 from tinyloop_service.engine.weights import ModelWeights, random_model, read_model
 from tinyloop_service.errors import InvalidArgument
 from tinyloop_service.evaluate import NamedModel, NamedText, Options, evaluate
+from tinyloop_service.evaluate.rounding import Rounding
 from tinyloop_service.text import Tokenizer
 from tinyloop_service.types import CacheMode
 
@@ -54,13 +56,14 @@ def test_the_demo_model_predicts_as_the_reference_says() -> None:
 
 
 def test_rows_are_weights_then_activations_then_caches() -> None:
-    found = [(r.model, r.is_reference, r.rounding.activations, r.rounding.cache, r.span) for r in small_report().rows]
-    assert found == [
-        ("fp16.tinyloop", True, "float32", None, "all"),
-        ("fp16.tinyloop", True, "float32", None, "second half"),
-        ("int4.tinyloop", False, "float32", None, "all"),
-        ("int4.tinyloop", False, "int8", None, "all"),
-        *(("fp16.tinyloop", False, "float32", mode, "second half") for mode in CacheMode),
+    caches = {mode: [Rounding(cache=mode)] for mode in CacheMode}
+    caches[CacheMode.INT8].append(Rounding(cache=CacheMode.INT8, attention="int8"))
+    assert [(row.model, row.is_reference, row.rounding, row.span) for row in small_report().rows] == [
+        ("fp16.tinyloop", True, Rounding(), "all"),
+        ("fp16.tinyloop", True, Rounding(), "second half"),
+        ("int4.tinyloop", False, Rounding(), "all"),
+        ("int4.tinyloop", False, Rounding(activations="int8"), "all"),
+        *(("fp16.tinyloop", False, rounding, "second half") for rounding in chain(*caches.values())),
     ]
     assert small_report().depths == (1, 2, 4)  # of the default ones, those that a model of 5 loops has
     assert small_report().window_tokens == 64  # its max_seq_len
@@ -75,8 +78,10 @@ def test_a_copy_of_the_reference_differs_in_nothing_and_another_model_does() -> 
 
 
 def test_smaller_roundings_are_smaller_errors() -> None:
-    distances = {row.rounding.cache: row.quality.distance for row in small_report().over("second half")}
-    in_order = [distances[mode][-1] for mode in (None, *(CacheMode.FP16, CacheMode.INT8, CacheMode.H_INT4))]  # type: ignore[index]
+    distances = {row.rounding: row.quality.distance for row in small_report().over("second half")}
+    stored = [Rounding(cache=mode) for mode in (None, CacheMode.FP16, CacheMode.INT8, CacheMode.H_INT4)]
+    attended = Rounding(cache=CacheMode.INT8, attention="int8")
+    in_order = [distances[rounding][-1] for rounding in (*stored[:3], attended, stored[3])]  # type: ignore[index]
     assert in_order == sorted(in_order) and in_order[0] == 0 and in_order[1] > 0
 
 
@@ -135,7 +140,7 @@ def test_only_modes_that_can_store_the_state_are_scored_unless_others_are_asked_
     narrow = [NamedModel("a", model("everything"))]
     options = replace(ONE_PASS, int8_activations=False)
     modes = [row.rounding.cache for row in evaluate(narrow, [TEXT], replace(options, cache_modes=None)).rows]
-    assert modes == [None, None, CacheMode.FP16, CacheMode.INT8]
+    assert modes == [None, None, CacheMode.FP16, CacheMode.INT8, CacheMode.INT8]
     with pytest.raises(InvalidArgument, match="cache_mode: h-int8 given"):
         evaluate(narrow, [TEXT], replace(options, cache_modes=(CacheMode.H_INT8,)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ FLIPPED = 0.5
 BEFORE_FLIPS_BREED = (1, 2)
 PLAIN = Rounding()
 INT8 = Rounding(activations="int8")
+STORED = Rounding(cache=CacheMode.INT8)
+ATTENDED = Rounding(cache=CacheMode.INT8, attention="int8")
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +88,23 @@ def test_one_pass_is_a_second_half_off_a_cached_first_half_in_every_mode(name: s
     expected = [reference.forward(tokens.tolist(), cache) for tokens in (TOKENS[:half], TOKENS[half:])]
     plain, rounded = (forward(model(name), each).run(TOKENS, 3).logits(3) for each in (PLAIN, Rounding(cache=mode)))
     assert rms(rounded - np.concatenate(expected)) < FLIPPED * rms(rounded - plain)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_attended_in_int8_is_a_second_half_decoded_off_a_prompt(name: str) -> None:
+    half = (len(TOKENS) + 1) // 2
+    reference = Reference(model(name), cache_mode=CacheMode.INT8)
+    cache = reference.new_cache(2)
+    reference.forward(TOKENS[:half].tolist(), cache)
+    expected = replace(reference, attention="int8").forward(TOKENS[half:].tolist(), cache)
+    stored, attended = (forward(model(name), each).run(TOKENS, 2).logits(2) for each in (STORED, ATTENDED))
+    np.testing.assert_array_equal(attended[:half], stored[:half])
+    assert rms(attended[half:] - expected) < FLIPPED * rms(attended[half:] - stored[half:])
+
+
+def test_a_window_of_one_token_has_no_second_half_to_attend() -> None:
+    stored, attended = (forward(model("pre"), each).run(TOKENS[:1], 2).logits(2) for each in (STORED, ATTENDED))
+    np.testing.assert_array_equal(attended, stored)
 
 
 def test_a_pass_that_nobody_wants_ends_amid_its_loops(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ def test_the_tables_hold_every_row_under_every_measure() -> None:
     assert sum(line.startswith("  int4.tinyloop, int8 activations ") for line in lines) == 4
     assert sum(line.startswith("  fp16.tinyloop (reference) ") for line in lines) == 1
     assert sum(line.startswith("  fp16 cache ") for line in lines) == 4
+    assert sum(line.startswith("  int8 cache, attended in int8 ") for line in lines) == 4
     assert sum(line.startswith("  float32 cache (reference) ") for line in lines) == 1
     [first] = (line for line in lines if line.startswith("  fp16.tinyloop (reference)"))
     assert first.split()[2:] == [f"{bits:.4f}" for bits in small_report().rows[0].quality.bits_per_byte]
@@ -90,6 +91,8 @@ def test_the_dictionary_is_json_and_whole() -> None:
         "float32",
         "all",
     )
+    attended = [(each["cache"], each["scored"]) for each in found["rows"] if each["attention"] == "int8"]
+    assert attended == [("int8", "second half")]
     assert row["bits_per_byte"].keys() == row["top1_agreement"].keys() == {"1", "2", "4"}
     assert len(row["distance"]) == 5
 
@@ -110,6 +113,7 @@ def test_the_plot_names_rows_axes_and_units() -> None:
             "int4.tinyloop",
             "int4.tinyloop, int8 activations",
             "fp16 cache (second halves)",
+            "int8 cache, attended in int8 (second halves)",
         ),
         *("bits per byte (lower is better)", "loops", "added bits per byte, ± standard error"),
         *("loops done (0: what enters the first)", "distance, % of the reference state's length"),

@@ -105,8 +105,8 @@ def evaluate(
     """Measure how well models predict a text, at several depths: bits per byte, agreement, and how errors grow.
 
     Every row is computed in float32 with one thing changed: the weights in the file, the CPU engine's rounding of
-    activations to int8, or what a cache mode stores (with the reference's weights).  All models need the same
-    tokenizer.  MODEL is the demo model where none is given.
+    activations to int8, or what a cache mode stores (with the reference's weights; int8 again as a GPU attends it in
+    int8).  All models need the same tokenizer.  MODEL is the demo model where none is given.
 
     \b
     Examples:

@@ -4,8 +4,8 @@
 
 In: a spec, blocks as dense arrays, states (…, T, d_model), every window from its first position on.  Out: states, those
 after each loop one by one: loop i of a token depends only on loops ≤ i of tokens up to it.  A `Tap` sees or replaces
-what linears read and what a cache keeps: Hessians are summed and roundings switched on by one.  Arrays are those of
-`xp`, NumPy's or CuPy's.
+what linears read, what a cache keeps and what attention makes of it: Hessians are summed and roundings switched on by
+one.  Arrays are those of `xp`, NumPy's or CuPy's.
 
 Equal to `engine/reference.py`, which tests hold it to; faster because attention goes by blocks of queries and leaves
 out the keys that come after them, which also bounds its memory.  Refuses to know about pages, sliding windows,
@@ -52,6 +52,10 @@ class Tap:
     def keeps_kv(self, x: Array) -> Array:
         """x: (…, G, T, D), K (turned) or V, as every query reads them."""
         return x
+
+    def mixes(self, mixed: Array, q: Array, k: Array, v: Array) -> Array:
+        """mixed: (…, H, T, D), what q (…, H, T, D), turned, makes of k and v (…, G, T, D) as they are read."""
+        return mixed
 
 
 NO_TAP = Tap()
@@ -120,13 +124,14 @@ class Trajectory:
         q, k, v = (x.reshape(*shape[:-1], -1, spec.head_dim).swapaxes(-3, -2) for x in (q, k, v))  # (…, H or G, T, D)
         cos, sin = (xp.asarray(table) for table in angles(np.arange(shape[-2]), spec, np.float32))
         q, k = (turn(x, cos, sin, spec, xp) for x in (q, k))
-        q *= xp.float32(spec.head_dim**-0.5)
-        mixed = self._mix(q, tap.keeps_kv(k), tap.keeps_kv(v))
+        k, v = tap.keeps_kv(k), tap.keeps_kv(v)
+        mixed = tap.mixes(self._mix(q, k, v), q, k, v)
         return mixed.swapaxes(-3, -2).reshape(shape)
 
     def _mix(self, q: Array, k: Array, v: Array) -> Array:
         """Softmax of q kᵀ over keys up to the query's own, times v; (…, H, T, D), twice (…, G, T, D) → (…, H, T, D)."""
         xp, repeat = self.xp, self.spec.n_heads // self.spec.n_kv_heads  # query heads h·repeat … share K/V head h
+        q = q * xp.float32(self.spec.head_dim**-0.5)
         mixed = xp.empty_like(q)
         later = xp.triu(xp.full((QUERIES, QUERIES), -xp.inf, xp.float32), 1)  # of a block's own keys
         for head in range(self.spec.n_heads):

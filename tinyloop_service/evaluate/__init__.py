@@ -2,7 +2,7 @@
 
 In: model files' weights, texts, `Options`.  Out: a frozen `Report`, as tables, as JSON, as a plot.  It refuses to know
 about engines: every row is the same float32 NumPy forward with one thing changed, the weights in the file, the rounding
-of activations, or what a cache mode stores; so a row says what that one thing costs.
+of activations, what a cache mode stores, or that and how it is attended; so a row says what that one thing costs.
 
     windows    a text as windows of tokens             score    nats → bits per byte, agreement, distance of states
     rounding   a model with one rounding, per window   run      which rows there are; every window through every row

@@ -1,7 +1,7 @@
 """A report as a picture: bits per byte, what each row adds to the reference, and how far its state is from it.
 
 In: a `Report` and a format.  Out: the bytes of an image.  Needs matplotlib (the extra `plot`), which is imported only
-when something is drawn.  int8 activations are dotted, caches dashed.
+when something is drawn.  int8 activations are dotted, caches dashed, dash-dotted where they are attended in int8.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ def _look(report: Report, row: Row) -> dict[str, Any]:
     """A row's name, colour, marker and dash, the same in every panel.  Hollow markers show what lies beneath."""
     index = report.rows.index(row)
     dotted = ":" if row.rounding.activations == "int8" else "-"
+    dashed = "-." if row.rounding.attention == "int8" else "--"
     return {
         "label": label(row) + (" (second halves)" if row.span == "second half" else ""),
         "color": COLOURS[index % len(COLOURS)],
         "marker": MARKERS[index % len(MARKERS)],
         "markerfacecolor": "none",
         "markersize": 5,
-        "linestyle": "--" if row.span == "second half" else dotted,
+        "linestyle": dashed if row.span == "second half" else dotted,
         "linewidth": 1.4,
     }
 

@@ -26,7 +26,8 @@ HEADINGS: dict[Span, str] = {
 def label(row: Row) -> str:
     """What a line is called: over second halves only the cache differs, else the model and its activations."""
     if row.span == "second half":
-        name = f"{row.rounding.cache or 'float32'} cache"
+        attended = ", attended in int8" if row.rounding.attention == "int8" else ""
+        name = f"{row.rounding.cache or 'float32'} cache{attended}"
     else:
         name = row.model + (", int8 activations" if row.rounding.activations == "int8" else "")
     return f"{name} (reference)" if row.is_reference else name
@@ -156,6 +157,7 @@ def _row_dict(report: Report, row: Row) -> dict[str, Any]:
         "is_reference": row.is_reference,
         "activations": row.rounding.activations,
         "cache": row.rounding.cache.value if row.rounding.cache else "float32",
+        "attention": row.rounding.attention,
         "scored": row.span,
         "tokens": quality.num_tokens,
         "bytes": quality.num_bytes,

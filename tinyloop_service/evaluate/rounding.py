@@ -5,10 +5,12 @@ Every activation and sum is float32; `Rounding` switches on one rounding of an e
     activations="int8"   inputs of INT4 linears, as the CPU engine rounds them
     cache                every K and V that is read, a token's own included, is the one obtained from what a cache
                          mode stores; so a second half off a cached first half is what one pass over both computes
+    attention="int8"     with a cache of int8: tokens of the second half are attended by levels of q and of weights, as
+                         a GPU attends those that it decodes
 
 In: a model and a window of token ids.  Out: the state after every loop, and logits, from one pass to the deepest.
-Once nobody wants it any more, a pass ends before its next linear, by `Stopped`.  Refuses to know about texts, scores
-and attention.  Shapes: T tokens.
+Once nobody wants it any more, a pass ends before its next linear, by `Stopped`.  Refuses to know about texts and
+scores.  Shapes: T tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyloop_service.engine.cache_modes import H_MODES, decode, encode
-from tinyloop_service.engine.reference import round_to_int8
+from tinyloop_service.engine.int8_attention import attend
+from tinyloop_service.engine.reference import round_to_int8, visible
 from tinyloop_service.engine.spec import Quant
 from tinyloop_service.engine.tensors import Int4Linear, ModelWeights
 from tinyloop_service.engine.trajectory import Tap, Trajectory, dense_block
-from tinyloop_service.evaluate.windows import Ids
+from tinyloop_service.evaluate.windows import Ids, second_half
 from tinyloop_service.types import CacheMode
 
 Floats = NDArray[np.float32]
@@ -41,6 +44,7 @@ class Rounding:
 
     activations: Literal["float32", "int8"] = "float32"
     cache: CacheMode | None = None  # None: K and V stay float32
+    attention: Literal["float32", "int8"] = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,17 @@ class RoundingTap(Tap):
         if self.rounding.cache in H_MODES:  # what engines make of h they keep in fp16
             return x.astype(np.float16).astype(x.dtype)
         return self._as_read(x)
+
+    def mixes(self, mixed: Floats, q: Floats, k: Floats, v: Floats) -> Floats:
+        if self.rounding.attention == "float32":
+            return mixed
+        num_tokens, repeat = q.shape[-2], q.shape[-3] // k.shape[-3]  # query heads h·repeat … share K/V head h
+        decoded = second_half(num_tokens)
+        seen = visible(np.arange(num_tokens)[decoded], num_tokens, window=0)
+        for head in range(q.shape[-3]):  # one at a time, which bounds the memory of scores
+            keys, values = (x[..., head // repeat, :, :] for x in (k, v))
+            mixed[..., head, decoded, :] = attend(q[..., head, decoded, :], keys, values, seen)
+        return mixed
 
     def check_wanted(self) -> None:
         if self.stopped.is_set():

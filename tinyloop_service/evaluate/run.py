@@ -2,7 +2,7 @@
 
     rows over all targets         each model's file; each INT4 file again with the CPU engine's int8 activations
     rows over second halves       the reference model's file, with K and V as each cache mode stores them; so the
-                                  cache is all that differs
+                                  cache is all that differs; int8 again, attended in int8 as by a GPU that decodes
 
 In: models, texts, `Options`.  Out: a frozen `Report`.  Refuses before any work models that cannot be compared token
 by token (another tokenizer, BOS or vocabulary: their bits per byte may be compared, each from a run of its own) and
@@ -145,6 +145,8 @@ def _plan(
             add(index, Rounding(activations="int8"), "all")
     for mode in modes:
         add(0, Rounding(cache=mode), "second half")
+        if mode is CacheMode.INT8:
+            add(0, Rounding(cache=mode, attention="int8"), "second half")
     return passes
 
 

@@ -40,7 +40,12 @@ class Window:
 
     def span(self, span: Span) -> slice:
         """Which targets are scored: all, or those that a request predicts whose prefix is the first half."""
-        return slice(0 if span == "all" else (len(self.targets) + 1) // 2, None)
+        return slice(None) if span == "all" else second_half(len(self.targets))
+
+
+def second_half(num_tokens: int) -> slice:
+    """Of a window, what comes after the prefix; its first token is what a request begins with."""
+    return slice((num_tokens + 1) // 2, None)
 
 
 def cut_windows(text: NamedText, tokenizer: Tokenizer, window_tokens: int) -> list[Window]:
