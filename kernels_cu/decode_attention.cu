@@ -39,7 +39,7 @@
 // written before a kernel that was not launched as a dependent one.
 //
 // fp32: scores, exponents, sums, merge.  fp16: a, and the weights that multiply V (relative to the largest of their
-// page).  With TL_INT8 levels multiply levels (page_products.cuh), and o is 255 times what it says above until the merge.
+// page).  With TL_INT8 levels multiply levels (page_products.cuh), and until the merge o is 255 times what it says above.
 // Bytes: each page that an item names once, as far as it is seen and not read through another (they hold the same
 // bits, so it never shows which is read); partials (D + 2)·4 per row, head and split, written and read once (L2).
 #include "decode_work.cuh"
@@ -221,7 +221,9 @@ DEVICE float largest_of(const float (&of_step)[kSteps]) {
 
 #ifdef TL_INT8
 
-DEVICE WeightUnit unit_of_row(const Exchange& exchange, int row) { return weight_unit(largest_of(exchange.largest[row])); }
+DEVICE WeightUnit unit_of_row(const Exchange& exchange, int row) {
+  return weight_unit(largest_of(exchange.largest[row]));
+}
 
 // All warps' together.  Two steps are an a operand of the mix: rows g and g + 8 of one, then of the other.
 DEVICE void publish_packed(Exchange& exchange, StepScores& weights, const StepScales& values, bool has_high) {

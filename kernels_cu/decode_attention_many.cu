@@ -3,9 +3,8 @@
 //
 // Items of several rows come first.  Their unit is an item and a K/V head, by 4 warps: the page, as far as any row sees
 // it, goes to shared memory once, and each warp attends tiles of 16 queries of its own, all of the page and all output
-// dims (softmax and sums stay in its registers).  Then, four at a time, items of
-// one row, one a warp (decode_alone.cuh); what the four have copies of, as rows off one prefix do of its last page, goes
-// to shared memory once, out of that page.
+// dims (softmax and sums stay in its registers).  Then, four at a time, items of one row, one a warp (decode_alone.cuh);
+// what the four have copies of, as rows off one prefix do of its last page, goes to shared memory once, out of that page.
 //
 //   work      0 …………………………… num_shared ……………………………………………… num_shared + ⌈(num_items − num_shared)/4⌉
 //   items     0 …………………………… num_shared  + 4  + 8 …………………… num_items

@@ -121,7 +121,9 @@ struct DirectQueries {
       rows[half] = coded_row(halves);
     }
   }
-  DEVICE QueryPieces piece(int j) const { return {rows[0].pieces[j], kOwnHalves == 2 ? rows[kOwnHalves - 1].pieces[j] : Piece{}}; }
+  DEVICE QueryPieces piece(int j) const {
+    return {rows[0].pieces[j], kOwnHalves == 2 ? rows[kOwnHalves - 1].pieces[j] : Piece{}};
+  }
   DEVICE float unit(int half) const { return rows[half].unit; }
 };
 

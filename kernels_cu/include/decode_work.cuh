@@ -1,7 +1,7 @@
 // decode_attention's work list: which page a block attends next, for which rows, and what they see of it.
 //
-// A unit is an item and a K/V head (blockIdx.x); the blocks along y go over the items, mostly each round the other way, so
-// that a block with an item of many rows gets the least of what follows.  An item is a page or a quad.  The layouts of
+// A unit is an item and a K/V head (blockIdx.x); the blocks along y go over the items, mostly each round the other way,
+// so that a block with an item of many rows gets the least of what follows.  An item is a page or a quad.  The layouts of
 // items, entries and tables are in decode_attention.cu.
 #pragma once
 

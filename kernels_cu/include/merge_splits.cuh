@@ -1,9 +1,10 @@
 // Merging the splits of a row and head: a = Σ f_s·o_s / Σ f_s·l_s,  f_s = 2^(m_s − max m): those of a quad in ascending
 // order, then quads in theirs.
 //
-// Of o, levels of weights are still to be taken off (page_products.cuh).  A split is a page, or a quad whose pages are added up already; l is negative where one ends its quad.  A split of which
-// nothing is seen has m = −inf, o = 0 and l = 0: it changes no bit.  One warp merges 64 output dims, two a lane; the
-// partials of up to 32 splits are under way at once, and lane i computes the factor of split i.
+// A split is a page, or a quad whose pages are added up already; l is negative where one ends its quad.  A split of which
+// nothing is seen has m = −inf, o = 0 and l = 0: it changes no bit.  What o is times for its levels (level_products.cuh)
+// is taken off at the end.  One warp merges 64 output dims, two a lane; the partials of up to 32 splits are under way at
+// once, and lane i computes the factor of split i.
 #pragma once
 
 #include "page_products.cuh"

@@ -4,7 +4,7 @@
 //
 //   m = ⌈max q·K·scale⌉      w = 2^(q·K·scale − m)      l = Σ w      o = Σ rounded(w)·V      over the page's tokens
 //
-// page_products.cuh has the products and what they round; with int8, `scale` has a row's unit in it.  m is whole, so that
+// page_products.cuh has the products and what they round; in int8 `scale` has a row's unit in it.  m is whole, so that
 // 2^(m − m') is exact.
 //
 // A lane holds rows g and g + 8 of a tile ("half" 0 and 1), in the fragments of mma_m16n8k16, step by step of 16

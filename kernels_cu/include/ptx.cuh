@@ -135,7 +135,7 @@ DEVICE void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// c[16x8] += a[16x32] · b[32x8] over a warp: bytes, exact sums.  b is signed, a is signed or unsigned.  Lane = 4·g + t holds
+// c[16x8] += a[16x32] · b[32x8] over a warp: bytes, exact sums.  b is signed, a signed or unsigned.  Lane = 4·g + t holds
 //   a[0] (g, 4t..4t+3)  a[1] (g+8, 4t..)  a[2] (g, 4t+16..)  a[3] (g+8, 4t+16..)    (row, k)
 //   b0 (4t..4t+3, g)    b1 (4t+16.., g)                                             (k, column)
 //   c as mma_m16n8k16

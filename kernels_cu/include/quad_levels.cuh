@@ -3,8 +3,8 @@
 //   K   [64 tokens][128 bytes]     tokens in fours, D levels each; 16-byte pieces of a row swizzled (ptx_sm90.cuh)
 //   V   [4][D dims][16 tokens]
 //
-// Sums of levels are exact, so only the tokens of K are placed, columns of the scores: token 16·j + 4·t + 2·u + c is column
-// 2·t + c of tile 2·j + u.  So a lane's columns are four neighbours, a word of the levels by which it multiplies V.
+// Sums of levels are exact, so only the tokens of K are placed, columns of the scores: token 16·j + 4·t + 2·u + c is
+// column 2·t + c of tile 2·j + u.  So a lane's columns are four neighbours, a word of the levels by which it multiplies V.
 #pragma once
 
 #include "quad_operands.cuh"
@@ -19,7 +19,9 @@ struct QuadPage : SharedScales {
 };
 
 // Column of the scores.
-DEVICE constexpr int place_of_token(int token) { return token / 16 * 16 + token / 2 % 2 * 8 + token / 4 % 4 * 2 + token % 2; }
+DEVICE constexpr int place_of_token(int token) {
+  return token / 16 * 16 + token / 2 % 2 * 8 + token / 4 % 4 * 2 + token % 2;
+}
 
 // The first of a lane's tokens of step s.
 DEVICE int token_of_lane(int s) { return 16 * s + 4 * (threadIdx.x % 4); }

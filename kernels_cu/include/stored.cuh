@@ -3,9 +3,9 @@
 //   fp16       halves
 //   TL_INT8    levels −127 … 127, and a scale in fp16 for each (token, head): value = level · scale
 //
-// Decoded tokens multiply levels by levels (page_products.cuh).  Prompt tokens multiply halves by levels, which are exact
-// in fp16.  A token's scales multiply in fp32: that of K its column of scores, that of V its column of weights before
-// these are rounded to fp16:
+// Decoded tokens multiply levels by levels (level_products.cuh).  Prompt tokens multiply halves by levels, which are
+// exact in fp16.  A token's scales multiply in fp32: that of K its column of scores, that of V its column of weights
+// before these are rounded to fp16:
 //
 //   score = (Σ q·level) · K scale        mix: fp16(w · V scale) · level        sum: w
 //

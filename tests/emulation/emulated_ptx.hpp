@@ -170,7 +170,8 @@ inline void complete_mma_bytes(Lane* lanes) {
   for (int lane = 0; lane < kWarp; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; ++i) std::memcpy(&a[g + 8 * (i & 1)][4 * t + 16 * (i >> 1)], &lanes[lane].a[i], 4);
-    for (int i = 0; i < 8; ++i) b[4 * t + 16 * (i / 4) + i % 4][g] = static_cast<signed char>(lanes[lane].b[i / 4] >> 8 * (i % 4));
+    for (int i = 0; i < 8; ++i)
+      b[4 * t + 16 * (i / 4) + i % 4][g] = static_cast<signed char>(lanes[lane].b[i / 4] >> 8 * (i % 4));
   }
   for (int lane = 0; lane < kWarp; ++lane) {
     const int g = lane / 4, t = lane % 4;
