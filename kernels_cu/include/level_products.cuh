@@ -4,7 +4,8 @@
 //   unit = the power of two above the largest w·scale of V      level = ⌊w·scale / unit · 255⌉, 0 … 255
 //   o = unit · Σ level · V level, 255 times what it stands for, of every page: so units are powers of two
 //
-// A scale or a q that is NaN makes a unit NaN, so that it is noticed.  docs/quality.md has what such rounding costs.
+// A scale that is NaN, or a q that is not finite, makes a unit NaN, so that it is noticed.  docs/quality.md has what such
+// rounding costs.
 #pragma once
 
 #include "page_operands.cuh"
@@ -23,7 +24,7 @@ DEVICE u32 query_factor(u32 most) {
 #pragma unroll
   for (int mask = 1; mask < kLanes; mask *= 2) most = half2_max_nan(most, shuffle_xor(most, mask));
   const float largest = max_nan(half_to_float(static_cast<u16>(most)), half_to_float(static_cast<u16>(most >> 16)));
-  const u32 factor = float_to_half(127.0f * reciprocal_fast(max_nan(largest, kLeast)));
+  const u32 factor = float_to_half(127.0f * reciprocal_fast(max_nan(largest, kLeast)) + (largest - largest));
   return factor << 16 | factor;
 }
 

@@ -86,7 +86,9 @@ inline T __ldg(const T* p) {
 namespace emulator {
 
 inline float widen(u32 bits) { return __builtin_bit_cast(_Float16, static_cast<u16>(bits)); }
-inline u16 narrow(float value) { return __builtin_bit_cast(u16, static_cast<_Float16>(value)); }
+inline u16 narrow(float value) {
+  return value != value ? 0x7fff : __builtin_bit_cast(u16, static_cast<_Float16>(value));  // PTX's NaN
+}
 
 // A double to a half in one rounding: on the way through float the inexact bit is kept odd.
 inline u16 narrow_exactly(double value) {

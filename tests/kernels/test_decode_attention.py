@@ -375,17 +375,24 @@ def test_newest_tokens_are_coded_as_the_engine_codes(device: Device, head_dim: i
 
 
 @pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("where", ["q", "key_scales", "value_scales"])
-def test_what_is_not_finite_shows_in_int8(device: Device, where: str, many: bool) -> None:
-    """Rounding to levels loses no NaN: the engine looks for them in what it samples from."""
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [("q", np.nan), ("q", np.inf), ("q", -np.inf), ("key_scales", np.nan), ("value_scales", np.nan)],
+)
+def test_what_is_not_finite_shows_in_int8(device: Device, where: str, value: float, many: bool) -> None:
+    """Rounding to levels loses no NaN, and no infinite q: the engine looks for them in what it samples from."""
     sequences = Sequences([150, 129], 2, 1, 64, shared=1, int8=True)
     rows, q = [Row(0, 149), Row(1, 128)], sequences.queries(2)
+    dim = int(sequences.put_newest([(1, 128)])[0][0, 0, 0].argmax())
+    if where == "q":  # a dim in which all keys are of one sign, so that every score might be taken for −inf
+        for page in sequences.tables[1, LAYER, :3]:
+            int8_page(sequences.pool[page], 1).keys[:, :, dim] = 100
     before = run(device, sequences, rows, q, many=many)
     if where == "q":
-        q[1, 64 + 5] = np.nan
+        q[1, 64 + dim] = value
     else:
         page = int8_page(sequences.pool[sequences.tables[1, LAYER, 1]], 1)
-        getattr(page, where)[0, 30] = np.nan
+        getattr(page, where)[0, 30] = value
     a = run(device, sequences, rows, q, many=many)
     assert np.array_equal(a[0], before[0]) and np.isnan(a[1, 64:]).all()
     assert np.isnan(a[1]).all() == (where != "q")
