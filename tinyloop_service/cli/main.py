@@ -75,7 +75,8 @@ for command in (
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; always leaves through SystemExit."""
     if sys.stderr is not None and not faulthandler.is_enabled():
-        faulthandler.enable()  # a crash of native code says where it was
+        # A crash of native code says where it was; to read other threads as they run might be a second one.
+        faulthandler.enable(all_threads=False)
     sys.exit(_status(arguments))
 
 
