@@ -30,6 +30,7 @@ _MODES_OF_SWITCHES = {  # which of them are on → the mode they mean; other set
     frozenset({_KV_H_MODE, _KV_INT4}): CacheMode.H_INT4,
 }
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+MOST_OF_GRPC = 2**31 - 1  # bytes, and milliseconds, of its options
 
 
 def _require(condition: bool, field: str, message: str, *others: str) -> None:
@@ -161,14 +162,19 @@ class ServerSettings:
             f"{endpoint!r} given, http://HOST:PORT or https://HOST:PORT expected",
         )
         age = self.max_connection_age_s
-        _require(age is None or age > 0, "max_connection_age_s", f"{age} given, above 0 expected")
-        _require(self.max_request_bytes >= 2**16, "max_request_bytes", f"{self.max_request_bytes} given, 64KiB or more")
+        longest = MOST_OF_GRPC // 1000
+        expected = f"above 0 and at most {longest} expected"
+        _require(age is None or 0 < age <= longest, "max_connection_age_s", f"{age} given, {expected}")
+        size = self.max_request_bytes
+        fits = 2**16 <= size <= MOST_OF_GRPC
+        _require(fits, "max_request_bytes", f"{size} given, 64KiB or more and less than 2GiB expected")
 
     def _check_address(self, name: str, address: str) -> None:
         if address.startswith("unix:"):
             return
         host, colon, port = address.rpartition(":")
-        well_formed = bool(host and colon and port.isdigit() and int(port) < 2**16)
+        is_number = port.isascii() and port.isdigit() and len(port) <= 5
+        well_formed = bool(host and colon and is_number and int(port) < 2**16)
         _require(well_formed, name, f"{address!r} given, HOST:PORT expected, for example 127.0.0.1:50051")
         _require(
             self.insecure_any_address or self.knows_callers or _is_loopback(host),

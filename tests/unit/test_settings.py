@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import get_type_hints
 
@@ -113,7 +114,12 @@ def test_a_malformed_address_is_refused_even_with_the_flag(address: str) -> None
         lambda: ServerSettings(tls_key="k"),
         lambda: ServerSettings(tls_client_ca="a"),
         lambda: ServerSettings(max_connection_age_s=0),
+        lambda: ServerSettings(max_connection_age_s=2147484),
+        lambda: ServerSettings(max_connection_age_s=math.inf),
         lambda: ServerSettings(max_request_bytes=10),
+        lambda: ServerSettings(max_request_bytes=2**31),
+        lambda: ServerSettings(listen="127.0.0.1:²"),
+        lambda: ServerSettings(listen="127.0.0.1:" + "0" * 5001),
         lambda: ServerSettings(metrics_listen="unix:/run/metrics.sock"),
         lambda: ServerSettings(otlp_endpoint="localhost:4317"),
         lambda: ServerSettings(trace_share=1.5),
